@@ -1,0 +1,88 @@
+"""Batches: which rows, in which order, prepared ahead and placed on the devices."""
+
+import functools
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+AHEAD = 2  # batches prepared before they are asked for, for each worker
+
+
+def train_indices(step: int, rows: int, batch_size: int, seed: int) -> np.ndarray:
+    """Rows int64 [batch_size] of the global batch that training consumes at this step.
+
+    A pure function: a resumed run needs no position but the step, and the number of processes may
+    change. An epoch is rows // batch_size batches in an order of its own, no row twice; the rows
+    left over differ from epoch to epoch.
+    """
+    epoch, batch = divmod(step, rows // batch_size)
+    return permutation(rows, seed, epoch)[batch * batch_size : (batch + 1) * batch_size]
+
+
+@functools.lru_cache(maxsize=2)
+def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in this epoch."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(rows)
+
+
+def train_batches(split, config, sharding, start: int) -> Generator[dict[str, jax.Array]]:
+    """Global batches for the steps from start to the end of the run, placed on the devices."""
+
+    def make_batch(step):
+        if config.overfit_batches:
+            step %= config.overfit_batches
+        indices = train_indices(step, len(split), config.batch_size, config.seed)
+        return place(split.rows(indices[local_rows(len(indices))]), len(indices), sharding)
+
+    return prefetch(make_batch, range(start, config.total_steps), config.data.workers)
+
+
+def eval_batches(split, config, sharding) -> Generator[dict[str, jax.Array]]:
+    """Every row of the split once, in order; the last batch is filled up with masked rows."""
+    size = config.batch_size
+
+    def make_batch(start):
+        indices = np.arange(start, start + size)[local_rows(size)]
+        batch = split.rows(np.minimum(indices, len(split) - 1))
+        batch["mask"][indices >= len(split)] = 0
+        return place(batch, size, sharding)
+
+    return prefetch(make_batch, range(0, len(split), size), config.data.workers)
+
+
+def local_rows(batch_size: int) -> slice:
+    """The contiguous part of a global batch that this process loads."""
+    size = batch_size // jax.process_count()
+    return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
+
+
+def place(batch: dict[str, np.ndarray], size: int, sharding) -> dict[str, jax.Array]:
+    """Put this process's rows on its devices, as its part of global arrays of `size` rows."""
+
+    def put(rows):
+        return jax.make_array_from_process_local_data(sharding, rows, (size, *rows.shape[1:]))
+
+    return jax.tree.map(put, batch)
+
+
+def prefetch(make_batch, arguments: range, workers: int) -> Generator:
+    """Yield make_batch(argument) for each, in order, computed ahead by this many threads."""
+    if workers == 0:
+        yield from map(make_batch, arguments)
+        return
+    # NumPy and image decoders release the interpreter lock: threads do what worker processes would,
+    # without their start-up time, their copies and their fork hazards.
+    with ThreadPoolExecutor(workers, thread_name_prefix="prefetch") as pool:
+        pending: deque = deque()
+        try:
+            for argument in arguments:
+                pending.append(pool.submit(make_batch, argument))
+                if len(pending) > AHEAD * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -1,0 +1,1 @@
+{% include 'data_' ~ cookiecutter.task ~ '.py' %}

@@ -1,0 +1,107 @@
+"""Processes, the device mesh, and how arrays are laid out over it."""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .config import Config, MeshConfig, SettingError
+
+SMALL = 2**14  # elements below which splitting an array costs more than it saves
+
+
+def join_processes() -> None:
+    """Join the other processes of this run, when launch.sh started it as one of several.
+
+    launch.sh passes everything explicitly. JAX's own detection would also fire on Slurm, MPI or
+    Kubernetes variables that are merely left over, so it is only asked on TPU pods.
+    """
+    environ = os.environ
+    if jax.distributed.is_initialized():
+        return
+    if environ.get("TRAIN_DISTRIBUTED") == "auto":
+        jax.distributed.initialize()
+    elif int(environ.get("TRAIN_NUM_PROCESSES", "1")) > 1:
+        ids = environ.get("TRAIN_LOCAL_DEVICE_IDS")
+        jax.distributed.initialize(
+            environ["TRAIN_COORDINATOR"],
+            int(environ["TRAIN_NUM_PROCESSES"]),
+            int(environ["TRAIN_PROCESS_ID"]),
+            local_device_ids=[int(i) for i in ids.split(",")] if ids else None,
+            cluster_detection_method="deactivate",
+        )
+
+
+def select_platform(config: Config) -> None:
+    """Apply --platform and the numeric switches; fail when the hardware asked for is not there."""
+    if config.platform != "auto":
+        name = {"gpu": "cuda"}.get(config.platform, config.platform)
+        jax.config.update("jax_platforms", name)
+    jax.config.update("jax_debug_nans", config.debug_nans)
+    if config.deterministic:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true " + flags
+
+
+def require_devices(config: Config) -> None:
+    """Raise SettingError naming the way out when JAX finds no device of the asked kind."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError(
+            f"--platform {config.platform}: JAX finds no such device here. Install the matching "
+            f'extra (pip install -e ".[cuda13]", "[cuda12]" or "[tpu]"), check the driver, or use '
+            f"--platform auto ({error or type(error).__name__})"
+        ) from error
+
+
+def wait_for_all(place: str) -> None:
+    """Wait until every process of the run got to this place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(place)
+
+
+def create_mesh(config: MeshConfig, batch_size: int, accumulation_steps: int) -> jax.sharding.Mesh:
+    """Arrange all devices in a grid of the axes "data" and "fsdp"."""
+    devices = jax.device_count()
+    data = devices // config.fsdp if config.data == -1 else config.data
+    if data * config.fsdp != devices:
+        raise SettingError(
+            f"--mesh.data {config.data} times --mesh.fsdp {config.fsdp} must make up the "
+            f"{devices} devices of this run"
+        )
+    if batch_size % (devices * accumulation_steps):
+        raise SettingError(
+            f"--batch-size {batch_size}: must be a multiple of {devices * accumulation_steps} "
+            f"({devices} devices x {accumulation_steps} --accumulation-steps)"
+        )
+    return jax.make_mesh((data, config.fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Rows are split over all devices."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def state_sharding(mesh: jax.sharding.Mesh, state: Any) -> Any:
+    """One sharding for each array of the state: its largest divisible dimension over "fsdp".
+
+    Small arrays and those without a divisible dimension stay whole on every device. The rule sees
+    shapes only, so optimizer moments and averages lie as their parameters do.
+    """
+    size = mesh.shape["fsdp"]
+
+    def rule(array):
+        dims = [d for d in np.argsort(array.shape)[::-1] if array.shape[d] % size == 0]
+        if size == 1 or array.size < SMALL or not dims:
+            return replicated(mesh)
+        return NamedSharding(mesh, PartitionSpec(*[None] * int(dims[0]), "fsdp"))
+
+    return jax.tree.map(rule, state)

@@ -1,0 +1,183 @@
+"""What a run shows while it trains: log lines, TensorBoard, the progress bar, throughput."""
+
+import contextlib
+import faulthandler
+import logging
+import time
+from collections import deque
+from collections.abc import Generator
+from pathlib import Path
+
+import jax
+from jax.tree_util import keystr, tree_leaves_with_path
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from . import stop, task
+from .checkpoint import Progress
+from .config import Config
+
+log = logging.getLogger(__package__)
+
+# Steps that may be under way before the loop waits. Reading the results of a step that was just
+# started would leave the device idle; never waiting would pile up batches in its memory.
+LAG = 2
+
+
+class Diverged(Exception):
+    """More non-finite updates in a row than allowed."""
+
+
+class Recorder:
+    """Follows the steps of one run and shows their metrics, averaged over each log interval."""
+
+    def __init__(self, workdir: Path, config: Config, progress: Progress, start: int, params):
+        self.config, self.progress = config, progress
+        self.leaf_names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
+        self.in_flight: deque = deque()
+        self.due: tuple | None = None
+        self.skipped_steps = 0
+        self.steps, self.seconds, self.waited = 0, 0.0, 0.0  # of training, without pauses
+        self.interval_start = (start, 0.0)
+        self.clock = self.alive = time.monotonic()
+        self.is_writer = jax.process_index() == 0
+        if self.is_writer:
+            # purge_step hides what an interrupted run wrote beyond the step it now resumes from.
+            self.tensorboard = SummaryWriter(
+                str(workdir / "tb"), purge_step=start + 1, flush_secs=5
+            )
+        self.bar = tqdm(
+            total=config.total_steps,
+            initial=start,
+            unit="step",
+            leave=False,
+            disable=True if config.quiet or not self.is_writer else None,
+        )
+
+    def step(self, step: int, totals, guard, fresh):
+        """Note that this step was started. Returns the totals to go on with.
+
+        `totals` are the metrics since the last log line and `guard` the state's counters, both
+        still being computed. They are read LAG steps later, when reading them costs nothing.
+        """
+        self.steps += 1
+        self.in_flight.append(guard)
+        if len(self.in_flight) > LAG:
+            jax.block_until_ready(self.in_flight.popleft())
+        self.keep_alive()
+        self.bar.update()
+        if self.due is not None and step == self.due[0] + LAG:
+            self.flush()
+        if step % self.config.log_every == 0:
+            self.due = (step, totals, guard)
+            return fresh()
+        return totals
+
+    def flush(self) -> None:
+        """Log the interval that ended last, if that was not done yet."""
+        if self.due is None:
+            return
+        (step, totals, guard), self.due = self.due, None
+        totals, guard = jax.device_get((totals, guard))
+        self.tick()
+        self.check(step, guard)
+        self.show("train", step, totals)
+
+    def finish(self, step: int, totals, guard) -> None:
+        """Log what is left at the end of the run."""
+        self.flush()
+        if guard is not None and step % self.config.log_every:
+            self.due = (step, totals, guard)
+            self.flush()
+
+    def check(self, step: int, guard) -> None:
+        """Raise Diverged if the updates of this step were not finite once too often."""
+        guard = {name: int(value) for name, value in jax.device_get(guard).items()}
+        self.skipped_steps = guard["skipped_steps"]
+        in_a_row, limit = guard["skipped_in_a_row"], self.config.max_skipped_steps
+        if in_a_row > limit:
+            raise Diverged(
+                f"diverged: the loss or the gradients were not finite from step "
+                f"{step - in_a_row + 1} on, more than {limit} times in a row; the first bad "
+                f"gradient is that of {self.leaf_names[guard['first_bad_leaf']]}"
+            )
+        if in_a_row:
+            log.warning("step %d: the last %d updates were not finite, skipped", step, in_a_row)
+
+    def show(self, kind: str, step: int, totals) -> None:
+        """Log and write the metrics of one interval."""
+        metrics = task.report({name: (float(s), float(w)) for name, (s, w) in totals.items()})
+        if kind == "train":
+            (first, since), self.interval_start = self.interval_start, (step, self.seconds)
+            rate = (step - first) * self.config.batch_size / max(self.seconds - since, 1e-9)
+            metrics["examples_per_second"] = rate
+            self.warn_of_blow_up(step, metrics.get("loss"))
+        self.write(kind, step, metrics)
+
+    def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Write metrics to the log and to TensorBoard as <kind>/<metric>."""
+        shown = {name: value for name, value in metrics.items() if not name.startswith("num_")}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        self.bar.clear()
+        log.info("%-5s step %d/%d  %s", kind, step, self.config.total_steps, text)
+        if self.is_writer:
+            for name, value in shown.items():
+                self.tensorboard.add_scalar(f"{kind}/{name}", value, step)
+
+    def warn_of_blow_up(self, step: int, loss: float | None) -> None:
+        if loss is None:
+            return
+        first = self.progress.first_loss = self.progress.first_loss or loss
+        if loss > 10 * first:
+            log.warning("step %d: loss %.4g is over 10 times the first, %.4g", step, loss, first)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Generator[None]:
+        """Count the time inside as waiting for input."""
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self, step: int, guard) -> Generator[None]:
+        """Wait for this step, check it, and keep the time inside out of the throughput."""
+        self.flush()
+        if guard is not None:
+            self.check(step, guard)
+        self.tick()
+        yield
+        self.clock = time.monotonic()
+
+    def keep_going(self) -> bool:
+        """Called between the batches of an evaluation: false once a stop was requested."""
+        self.keep_alive()
+        return not stop.poll()
+
+    def tick(self) -> None:
+        """Add the time since the last tick to the training time."""
+        now = time.monotonic()
+        self.seconds += now - self.clock
+        self.clock = now
+
+    def keep_alive(self) -> None:
+        """Put off the watchdog, which ends a stuck process and shows every thread's stack."""
+        now = time.monotonic()
+        if self.config.stall_timeout and now - self.alive > 1:
+            faulthandler.dump_traceback_later(self.config.stall_timeout, exit=True)
+            self.alive = now
+
+    def throughput(self) -> dict[str, float | None]:
+        """Training speed over the whole run so far, pauses and compilation left out."""
+        if not self.steps or not self.seconds:
+            return dict.fromkeys(("examples_per_second", "step_ms", "input_wait_fraction"))
+        return {
+            "examples_per_second": self.steps * self.config.batch_size / self.seconds,
+            "step_ms": 1000 * self.seconds / self.steps,
+            "input_wait_fraction": min(self.waited / self.seconds, 1.0),
+        }
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.bar.close()
+        if self.is_writer:
+            self.tensorboard.close()

@@ -1,0 +1,1 @@
+{% include 'model_' ~ cookiecutter.task ~ '_' ~ cookiecutter.flax_api ~ '.py' %}

@@ -1,0 +1,51 @@
+"""Stopping on request: the signals, and what a run's exit code means."""
+
+import os
+import signal
+
+BAD_SETTING, ABANDONED = 2, 130
+EXIT_CODES = {"completed": 0, "early_stopped": 0, "failed": 1, "diverged": 3, "preempted": 75}
+
+requested: str | None = None
+"""Name of the first signal that asked this process to stop."""
+
+_interrupts = 0
+_polls = 0
+_agreed = False
+
+
+def install_handlers() -> None:
+    """Let SIGTERM, SIGUSR1 and Ctrl-C ask for a stop instead of killing the process."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, _handle)
+
+
+def _handle(number: int, frame: object) -> None:
+    global requested, _interrupts
+    _interrupts += number == signal.SIGINT
+    if _interrupts > 1:
+        os.write(2, b"\nSecond Ctrl-C: abandoned, nothing saved.\n")
+        os._exit(ABANDONED)
+    requested = requested or signal.Signals(number).name
+    _forward_to_jax(number)
+
+
+def _forward_to_jax(number: int) -> None:
+    """Once processes are joined, JAX listens to SIGTERM and brings them to agree on a step."""
+    import jax
+
+    if number != signal.SIGTERM and jax.distributed.is_initialized():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def poll() -> bool:
+    """True once this run shall stop. All processes must call it equally often: they then agree."""
+    global _polls, _agreed
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return requested is not None
+    _polls += 1
+    _agreed = _agreed or multihost_utils.reached_preemption_sync_point(_polls)
+    return _agreed

@@ -1,0 +1,172 @@
+"""Train a model: python -m <package>.train --help shows every setting."""
+
+from . import stop
+
+if __name__ == "__main__":
+    stop.install_handlers()  # first: the imports below take seconds, and a signal may come in them
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from . import batches, data, mesh, task, workdir
+from .checkpoint import Checkpoints, Progress, restore_params
+from .config import Config, SettingError, check, resolve
+from .evaluate import evaluate
+from .metrics import Diverged, Recorder
+from .train_state import plan_train_state
+from .train_step import compile_train_step, eval_step
+
+log = logging.getLogger(__package__)
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Train as configured and return the contents of result.json.
+
+    Raises SettingError for a setting, data or a run directory that cannot be used, before anything
+    is compiled or overwritten.
+    """
+    # ---------------------------------------------------------------- Devices, processes and data
+    began = time.monotonic()
+    check(config)
+    mesh.select_platform(config)
+    mesh.join_processes()
+    mesh.require_devices(config)
+    dataset = data.load(config)
+    config = resolve(config, len(dataset.train))
+    grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
+    sharding = mesh.batch_sharding(grid)
+
+    # -------------------------------------------------------------------------- The run directory
+    path = workdir.open_workdir(config.workdir)
+    config = dataclasses.replace(config, workdir=os.fspath(path))
+    workdir.start_logging(path, config.quiet)
+    facts = workdir.describe(config, dataset)
+    earlier, is_over = workdir.check_resumable(path, facts, config)
+    if is_over:
+        log.info("%s: over, %s at step %d", path, earlier["status"], earlier["step"])
+        return earlier
+
+    # ---------------------------------------------------------- The state: new, or as it was left
+    create, abstract = plan_train_state(config, dataset, grid)
+    checkpoints = Checkpoints(path)
+    state, progress = checkpoints.restore_latest(abstract) or (create(), Progress())
+    step = start = saved = int(state.step)
+    if step == 0 and config.init_from:
+        state = state.start_from(restore_params(Path(config.init_from), state.params))
+    if earlier and earlier["status"] == "early_stopped":  # and now it may take longer
+        progress.evaluations_since_best = 0
+    workdir.write_json(path / "config.json", facts)
+    (path / "result.json").unlink(missing_ok=True)
+    log.info("%s: %s", path, f"resumed at step {step}" if step else "a new run")
+
+    # ------------------------------------------------------------------------- The compiled steps
+    train_step, fresh_totals, costs = compile_train_step(config, abstract, dataset.train, grid)
+    score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
+    recorder = Recorder(path, config, progress, step, state.params)
+    totals, guard = fresh_totals(), None
+
+    def score(state, split):
+        """Metrics of the state on a split; None if a stop was requested meanwhile."""
+        with recorder.paused(step, guard):
+            stream = batches.eval_batches(split, config, sharding)
+            return evaluate(score_batch, state, stream, recorder.keep_going)
+
+    # ----------------------------------------------------------------------------------- The loop
+    stream = batches.train_batches(dataset.train, config, sharding, step)
+    status, scores = "failed", None
+    try:
+        with contextlib.ExitStack() as closing:
+            for resource in (recorder, checkpoints, stream):
+                closing.callback(resource.close)
+            while True:
+                # What is due at a step comes before the next one: evaluate, judge, save, end.
+                is_last, is_best = step >= config.total_steps, False
+                stopping = stop.poll() or start < step == config.stop_after_step
+                is_due = is_last or is_multiple(step, config.eval_every)
+                if config.eval_every and is_due and step > progress.evaluated_step and not stopping:
+                    scores = score(state, dataset.validation)
+                    stopping = scores is None
+                    if scores:
+                        recorder.write("eval", step, scores)
+                        is_best = progress.update(step, scores[task.BEST_METRIC])
+                is_enough = 0 < config.early_stopping_patience <= progress.evaluations_since_best
+                if stopping:
+                    ending = "preempted"
+                elif is_enough:
+                    ending = "early_stopped"
+                else:
+                    ending = "completed" if is_last else None
+                is_due = bool(ending) or is_multiple(step, config.checkpoint_every)
+                if is_best or (is_due and step > saved):
+                    with recorder.paused(step, guard):
+                        checkpoints.save(step, state, progress)
+                    saved = step
+                if ending:
+                    break
+
+                with recorder.waiting():
+                    batch = next(stream)
+                state, totals, guard = train_step(state, totals, batch)
+                step += 1
+                totals = recorder.step(step, totals, guard, fresh_totals)
+
+            # --------------------------------------------------------- The test of the best state
+            recorder.finish(step, totals, guard)
+            checkpoints.wait()
+            scores = None
+            if ending != "preempted":
+                if progress.best_step not in (None, step):
+                    state, _ = checkpoints.restore(progress.best_step, abstract)
+                scores = score(state, dataset.test)
+                if scores:
+                    recorder.write("test", progress.best_step or step, scores)
+            status = ending if scores else "preempted"
+    except Diverged as error:
+        status = "diverged"
+        log.error("%s; last good checkpoint: %s", error, max(checkpoints.steps, default="none"))
+    finally:
+        result = {
+            "status": status,
+            "step": step,
+            "best_step": progress.best_step,
+            "best_metric": progress.best_metric,
+            "eval": scores if status != "failed" else None,
+            **recorder.throughput(),
+            **costs,
+            "seconds": time.monotonic() - began,
+            "skipped_steps": recorder.skipped_steps,
+            "devices": jax.device_count(),
+            "processes": jax.process_count(),
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            "versions": facts["versions"],
+        }
+        workdir.write_json(path / "result.json", result)
+    mesh.wait_for_all("the end of the run")
+    log.info("%s: %s at step %d", path, status, step)
+    return result
+
+
+def is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
+
+
+def cli() -> int:
+    """Run with the command line's settings and return the exit code."""
+    try:
+        result = main(workdir.parse_settings(sys.argv[1:]))
+    except SettingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return stop.BAD_SETTING
+    return stop.EXIT_CODES[result["status"]]
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

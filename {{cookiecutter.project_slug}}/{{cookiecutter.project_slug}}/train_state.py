@@ -1,0 +1,107 @@
+"""TrainState: everything that training changes, as one pytree of arrays."""
+
+import functools
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training import train_state
+
+from . import task
+from .config import Config
+from .data import Data
+from .mesh import state_sharding
+from .model import Model, create_model
+from .optimizer import create_optimizer, create_schedule
+
+
+class LossScale(flax.struct.PyTreeNode):
+    """Factor that keeps float16 gradients above underflow (Micikevicius et al. 2018)."""
+
+    factor: jax.Array
+    good_steps: jax.Array
+    """Finite steps since the factor last changed."""
+
+    def adjust(self, finite: jax.Array) -> "LossScale":
+        """Halve after an overflow, double after 1000 steps without one, within 1 and 2**24."""
+        grow = self.good_steps + 1 >= 1000
+        grown = jnp.where(grow, jnp.minimum(self.factor * 2, 2.0**24), self.factor)
+        return LossScale(
+            factor=jnp.where(finite, grown, jnp.maximum(self.factor / 2, 1.0)),
+            good_steps=jnp.where(finite & ~grow, self.good_steps + 1, 0),
+        )
+
+
+class TrainState(train_state.TrainState):
+    """Flax's TrainState (step, apply_fn, params, tx, opt_state) and what this project adds.
+
+    Add a field here, and its first value below, to carry more through training: it is then saved,
+    restored, sharded and protected from non-finite updates like the rest.
+    """
+
+    batch_stats: dict
+    ema: dict | None
+    """Averaged {"params", "batch_stats"} when --ema-decay is on."""
+    loss_scale: LossScale | None
+    """With --precision float16 only."""
+    skipped_steps: jax.Array
+    """Updates left out because their gradients were not finite; step counts them too."""
+    skipped_in_a_row: jax.Array
+    first_bad_leaf: jax.Array
+    """Position in the gradients' leaves of the first that was not finite, when one was skipped."""
+
+    @property
+    def variables(self) -> dict:
+        """What training computes with."""
+        return {"params": self.params, "batch_stats": self.batch_stats}
+
+    @property
+    def eval_variables(self) -> dict:
+        """What evaluation, predictions and exports compute with."""
+        return self.variables if self.ema is None else self.ema
+
+    def start_from(self, params: dict) -> "TrainState":
+        """The same state with other parameters."""
+        ema = self.ema and self.ema | {"params": jax.tree.map(jnp.copy, params)}
+        return self.replace(params=params, ema=ema)
+
+
+def create_train_state(
+    config: Config, model: Model, tx: optax.GradientTransformation
+) -> TrainState:
+    """The state at step 0. Call it inside jit, so that each array is born where it belongs."""
+    variables = model.init(jax.random.key(config.seed))
+    zero = jnp.zeros((), jnp.int32)
+    state = TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=tx,
+        batch_stats=variables["batch_stats"],
+        ema=jax.tree.map(jnp.copy, variables) if config.ema_decay else None,
+        loss_scale=LossScale(jnp.float32(2**15), zero) if config.precision == "float16" else None,
+        skipped_steps=zero,
+        skipped_in_a_row=zero,
+        first_bad_leaf=zero,
+    )
+    return state.replace(step=zero)  # create() has a Python int, which would compile a second time
+
+
+def plan_train_state(
+    config: Config, data: Data, mesh: jax.sharding.Mesh
+) -> tuple[Callable[[], TrainState], TrainState]:
+    """How to make the state of this run, and its abstract form: shapes, dtypes and shardings."""
+    inputs = jax.eval_shape(task.model_inputs, data.train.rows(np.zeros(1, np.int64)))
+    model = create_model(config.model, inputs, data.num_outputs, jnp.dtype(config.precision))
+    schedule = create_schedule(config.optimizer, config.total_steps)
+    tx = create_optimizer(config.optimizer, schedule)
+    create = functools.partial(create_train_state, config, model, tx)
+    abstract = jax.eval_shape(create)
+    shardings = state_sharding(mesh, abstract)
+    abstract = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        *(abstract, shardings),
+    )
+    return jax.jit(create, out_shardings=shardings), abstract

@@ -1,0 +1,213 @@
+"""The run directory: where it is, what it remembers of a run, and whether a run may go on there."""
+
+import dataclasses
+import datetime
+import functools
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax.experimental import multihost_utils
+
+from .config import Config, SettingError, flag, flatten
+from .data import Data
+
+log = logging.getLogger(__package__)
+
+# Settings that belong to one start of a run, and those that a resumed run may change; "mesh."
+# stands for all settings below it.
+PER_START = ("workdir", "init_from", "stop_after_step", "profile_steps")
+CHANGEABLE = (
+    *("total_steps", "log_every", "eval_every", "checkpoint_every", "early_stopping_patience"),
+    *("max_skipped_steps", "platform", "debug_nans", "stall_timeout", "quiet"),
+    *("data.path", "data.workers", "mesh."),
+)
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def open_workdir(name: str | None) -> Path:
+    """The absolute run directory, made by process 0 and the same in every process."""
+    if name is not None and "://" in name:
+        raise SettingError(f"--workdir {name}: must be a directory of this machine's file system")
+    path = Path(name).expanduser() if name else None
+    if jax.process_index() == 0:
+        try:
+            path = new_run() if path is None else path.resolve()
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--workdir {path}: cannot be made or written ({error})") from error
+    if jax.process_count() > 1:
+        path = Path(broadcast(os.fspath(path)))
+        if not (path / "checkpoints").is_dir():
+            raise SettingError(
+                f"--workdir {path}: process {jax.process_index()} on {platform.node()} does not "
+                f"see the directory that process 0 made: use a shared file system"
+            )
+    return path
+
+
+def new_run() -> Path:
+    """Make runs/<date-time> and point runs/latest to it."""
+    runs = Path("runs").resolve()
+    runs.mkdir(exist_ok=True)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        path = runs / (stamp + suffix)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        link = runs / f".latest-{os.getpid()}"
+        link.symlink_to(path.name)
+        link.replace(runs / "latest")
+        return path
+    raise FileExistsError(f"{runs}/{stamp} and 999 more")
+
+
+def broadcast(text: str) -> str:
+    """The text of process 0, in every process."""
+    buffer = np.zeros(4096, np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    buffer[: len(encoded)] = encoded[:4096]
+    return bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode()
+
+
+def describe(config: Config, data: Data) -> dict[str, Any]:
+    """What config.json holds: every setting, the data and the circumstances."""
+    return {
+        "settings": dataclasses.asdict(config),
+        "data": {
+            "fingerprint": data.fingerprint,
+            "rows": {name: len(getattr(data, name)) for name in ("train", "validation", "test")},
+        },
+        "platform": jax.default_backend(),
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the packages and this project's code (its git commit)."""
+    found = {"python": platform.python_version()}
+    found |= {name: metadata.version(name) for name in PACKAGES}
+    git = ["git", "-C", os.fspath(Path(__file__).parent)]
+    try:
+        run = functools.partial(subprocess.check_output, text=True, stderr=subprocess.DEVNULL)
+        commit, changes = run([*git, "rev-parse", "HEAD"]), run([*git, "status", "--porcelain"])
+        found["git"] = commit.strip() + ("-dirty" if changes else "")
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Contents of a JSON file, None if it is not there or was never finished."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def write_json(path: Path, contents: dict[str, Any]) -> None:
+    """Write in one go, by process 0 only: readers see the old file or the whole new one."""
+    if jax.process_index() == 0:
+        partial = path.with_suffix(".tmp")
+        text = json.dumps(contents, indent=2, allow_nan=False)
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def parse_settings(arguments: list[str]) -> Config:
+    """Settings from the command line; a run that is resumed provides the defaults."""
+    config = tyro.cli(Config, args=arguments, description="Train a model, or resume a run.")
+    saved = config.workdir and saved_config(Path(config.workdir).expanduser())
+    if not saved:
+        return config
+    defaults = dataclasses.replace(saved, total_steps=None, **{name: None for name in PER_START})
+    config = tyro.cli(Config, args=arguments, default=defaults)
+    if config.epochs is None and config.total_steps is None:
+        config = dataclasses.replace(config, total_steps=saved.total_steps)
+    return config
+
+
+def saved_config(path: Path) -> Config | None:
+    """The settings of the run in this directory, None if there is none."""
+    saved = read_json(path / "config.json")
+    return build(Config, saved["settings"]) if saved else None
+
+
+def build(cls: type, values: dict[str, Any]) -> Any:
+    """A (nested) dataclass from JSON; settings that it does not have any more are left out."""
+    fields = {}
+    for field in dataclasses.fields(cls):
+        if field.name in values:
+            value = values[field.name]
+            if dataclasses.is_dataclass(field.default):
+                value = build(type(field.default), value)
+            fields[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**fields)
+
+
+def check_resumable(
+    path: Path, facts: dict[str, Any], config: Config
+) -> tuple[dict[str, Any] | None, bool]:
+    """Print what changed since the run in this directory was last started.
+
+    Returns its result.json, None if it has none, and whether nothing is left to do. Raises
+    SettingError for a change that would make the outcome neither the old run's nor a new one's.
+    """
+    earlier, result = read_json(path / "config.json"), read_json(path / "result.json")
+    if earlier is None:
+        return None, False
+    before, after = flatten(build(Config, earlier["settings"])), flatten(config)
+    changed = [name for name in after if before[name] != after[name] and name not in PER_START]
+    for name in changed:
+        change = f"{flag(name)}: {before[name]} -> {after[name]}"
+        if not name.startswith(CHANGEABLE):
+            raise SettingError(
+                f"{change} cannot change when a run is resumed. Keep {before[name]}, or start a "
+                f"new --workdir, with --init-from {path} to go on from its parameters"
+            )
+        log.info("changed %s", change)
+    if earlier["data"] != facts["data"]:
+        raise SettingError(
+            f"the data changed since this run was started: {earlier['data']} -> {facts['data']}. "
+            f"Restore it, or start a new --workdir with --init-from {path}"
+        )
+    for name in ("platform", "devices", "processes", "versions"):
+        if earlier[name] != facts[name]:
+            change = f"{name} {earlier[name]} -> {facts[name]}"
+            log.info("changed %s: this continues correctly, but not bit for bit", change)
+    grew = config.total_steps > earlier["settings"]["total_steps"]
+    status = result and result["status"]
+    is_over = (status in ("completed", "early_stopped") and not grew) or (
+        status == "diverged" and not changed
+    )
+    return result, is_over
+
+
+def start_logging(workdir: Path, quiet: bool) -> None:
+    """Log to the terminal and, everything, to train.log; in process 0 only, but for warnings."""
+    log.handlers.clear()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is meant to be
+    terminal = logging.StreamHandler(sys.stdout)
+    terminal.setLevel(logging.WARNING if quiet or jax.process_index() else logging.INFO)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(terminal)
+    if jax.process_index() == 0:
+        file = logging.FileHandler(workdir / "train.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(file)

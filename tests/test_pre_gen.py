@@ -287,7 +287,7 @@ def test_what_follows_from_an_answer_is_no_answer(field, text):
         (problem,) = hook.check(answers | {key: "x"})
         assert (problem.field, source in problem.rule) == (key, True)
         assert hook.check(answers | {key: problem.suggestion}) == []
-        assert "__" not in hook.retry_command(answers, [problem], "utf-8")
+        assert "_in_toml" not in hook.retry_command(answers, [problem], "utf-8")
 
 
 def test_every_dependency_is_refused():

@@ -1,0 +1,307 @@
+#!/usr/bin/env bash
+# Starts training on one or many processes. Everything after the mode goes to train.py.
+#
+#   bash launch.sh local N [flags]             N processes on this machine, one per GPU
+#   bash launch.sh slurm [flags]               inside an allocation: see launch/slurm.sbatch
+#   mpirun -n N bash launch.sh mpi [flags]     Open MPI, MPICH or Intel MPI
+#   bash launch.sh kubernetes [flags]          in every pod: see launch/jobset.yaml
+#   TPU_NAME=... ZONE=... bash launch.sh tpu [flags]    from your machine, on all TPU hosts
+#
+# It works out who is who and tells mesh.py through these variables, and only these: what a
+# scheduler or an earlier job left in the environment must not decide whether processes join.
+#
+#   TRAIN_COORDINATOR        host:port of process 0, where all meet
+#   TRAIN_NUM_PROCESSES      how many processes there are
+#   TRAIN_PROCESS_ID         which one this is, from 0
+#   TRAIN_LOCAL_DEVICE_IDS   which GPUs of its host are its own (unset: all of them)
+#   TRAIN_DISTRIBUTED=auto   in place of the four above on a TPU, where JAX finds out itself
+#
+# Two more are yours to set: TRAIN_PORT, a port for the coordinator (two launches inside one
+# Slurm job need it), and TRAIN_COORDINATOR_TIMEOUT, how long to wait for it in seconds.
+#
+# Kept to bash 3.2, so that it runs on macOS too.
+set -u
+
+say() { printf 'launch.sh: %s\n' "$*" >&2; }
+usage() { say "$*"; exit 2; }
+
+modes='local N, slurm, mpi, kubernetes or tpu'
+[ $# -gt 0 ] || usage "which mode? bash launch.sh MODE [train flags], where MODE is $modes"
+mode=$1
+shift
+
+cd -- "$(dirname -- "$0")" || exit 1
+
+package='' # the one directory here that holds train.py
+for file in */train.py; do
+  [ -z "$package" ] || usage "train.py is in two directories: $package and ${file%/train.py}"
+  package=${file%/train.py}
+done
+[ -f "$package/train.py" ] || usage "no directory with a train.py in $PWD"
+
+python=$PWD/.venv/bin/python # a container has one environment and no .venv
+[ -x "$python" ] || python=$(command -v python || command -v python3) ||
+  usage "no .venv in $PWD and no python on PATH: run 'make setup' first"
+
+accelerator=cpu
+# shellcheck disable=SC1091
+. ./xla_flags.env
+
+# --- Shared by all modes --------------------------------------------------------------------
+
+# join COORDINATOR COUNT RANK GPUS: sets what mesh.py reads. One process joins nobody.
+join() {
+  case $2$3 in *[!0-9]*) usage "process '$3' of '$2': not numbers" ;; esac
+  unset TRAIN_COORDINATOR TRAIN_NUM_PROCESSES TRAIN_PROCESS_ID TRAIN_LOCAL_DEVICE_IDS
+  unset TRAIN_DISTRIBUTED
+  [ "$2" -gt 1 ] || return 0
+  export TRAIN_COORDINATOR=$1 TRAIN_NUM_PROCESSES=$2 TRAIN_PROCESS_ID=$3
+  [ -z "$4" ] || export TRAIN_LOCAL_DEVICE_IDS=$4
+  # A proxy would be asked for this connection as well. (Without one, no variable: JAX warns.)
+  if env | grep -qi '^[a-z]*_proxy=.'; then
+    export no_proxy="${1%:*}${no_proxy:+,$no_proxy}" NO_PROXY="${1%:*}${NO_PROXY:+,$NO_PROXY}"
+  fi
+}
+
+train() { exec "$python" -u -m "$package.train" "$@"; }
+
+# Process 0 opens its port once its imports are done, some seconds from now. JAX itself aborts
+# without a Python error when it cannot connect, so look first and say what is wrong.
+wait_for_coordinator() {
+  [ -n "${TRAIN_COORDINATOR:-}" ] || return 0
+  local probe error timeout=${TRAIN_COORDINATOR_TIMEOUT:-120}
+  probe='
+import socket, sys
+try:
+    host, port = sys.argv[1].rsplit(":", 1)
+    socket.getaddrinfo(host.strip("[]"), int(port))
+    if sys.argv[2] != "0":  # process 0 needs no more than its own name
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+except (OSError, ValueError) as error:
+    sys.exit(str(error))'
+  trap 'exit 75' TERM INT USR1 # asked to stop before the first update
+  SECONDS=0
+  until error=$("$python" -c "$probe" "$TRAIN_COORDINATOR" "$TRAIN_PROCESS_ID" 2>&1); do
+    if [ "$SECONDS" -ge "$timeout" ]; then
+      say "process $TRAIN_PROCESS_ID on $(hostname) did not reach the coordinator at" \
+        "$TRAIN_COORDINATOR within $timeout s ($error). Has process 0 failed, is the address" \
+        "right, is there a firewall? TRAIN_COORDINATOR_TIMEOUT=seconds waits longer."
+      exit 1
+    fi
+    sleep 1
+  done
+  trap - TERM INT USR1
+}
+
+# gpus LOCAL_RANK RANKS_ON_THIS_HOST: the TRAIN_LOCAL_DEVICE_IDS of this process.
+gpus() {
+  case $accelerator in cpu | tpu) return ;; esac
+  [ "$2" -gt 1 ] || return 0 # alone on its host: all of them
+  # JAX counts within CUDA_VISIBLE_DEVICES. A single entry means that the scheduler has given
+  # each process a GPU of its own, and each calls it 0.
+  case ${CUDA_VISIBLE_DEVICES:-,} in *,*) echo "$1" ;; *) echo 0 ;; esac
+}
+
+# A port that all processes can derive from something they share, below the ephemeral ones.
+port_from() {
+  local sum
+  sum=$(printf '%s' "$1" | cksum)
+  echo "${TRAIN_PORT:-$((20000 + ${sum%% *} % 10000))}"
+}
+
+# --- local: starts the processes here and looks after them ----------------------------------
+
+run_local() {
+  local count=${1:-} rank port ids=''
+  case $count in
+    '' | 0* | *[!0-9]*) usage "local: N must be a positive number, not '$count'" ;;
+  esac
+  shift
+  [ "$count" -gt 1 ] || { join '' 1 0 ''; train "$@"; }
+
+  port=${TRAIN_PORT:-$("$python" -c '
+import socket
+s = socket.socket()
+s.bind(("", 0))
+print(s.getsockname()[1])')} || exit 1
+  mkdir -p runs 2>/dev/null
+  logs=$(mktemp -d "runs/launch-$(date +%Y%m%d-%H%M%S)-XXXXXX" 2>/dev/null) ||
+    logs=$(mktemp -d "${TMPDIR:-/tmp}/launch-XXXXXX") || exit 1
+  say "$count processes meet at port $port; the output of all but process 0 is in $logs"
+
+  # Signals are only noted here and passed on below, so that none falls between two starts.
+  request='' interrupts=0 pids=()
+  trap 'request=TERM' TERM HUP
+  trap 'request=USR1' USR1
+  trap 'request=TERM interrupts=$((interrupts + 1))' INT
+  trap 'for rank in "${!pids[@]}"; do kill_group "${pids[rank]}"; done' EXIT
+
+  # Job control gives each process a group of its own. Ctrl-C then reaches this script alone:
+  # a process that got it from the terminal and from here would take it as "give up".
+  set -m
+  for ((rank = 0; rank < count; rank++)); do
+    case $accelerator in cpu | tpu) ;; *) ids=$rank ;; esac
+    (
+      [ "$rank" -eq 0 ] || exec >"$logs/rank-$rank.log" 2>&1
+      join "127.0.0.1:$port" "$count" "$rank" "$ids"
+      train "$@"
+    ) </dev/null &
+    pids[rank]=$!
+  done
+  set +m
+  supervise
+}
+
+kill_group() { kill -KILL -- "-$1" 2>/dev/null; } # a process and the workers it started
+
+# Waits for all processes, passes signals on, and ends the rest when one has failed. Exits with
+# the code of the first that failed, or 75 when they have stopped on request.
+supervise() {
+  local rank status running news first='' code=0 passed='' deadline=''
+  while :; do
+    running=0 news=''
+    for rank in "${!pids[@]}"; do
+      if kill -0 "${pids[rank]}" 2>/dev/null; then
+        running=$((running + 1))
+        continue
+      fi
+      wait "${pids[rank]}" 2>/dev/null
+      status=$?
+      kill_group "${pids[rank]}"
+      unset "pids[rank]"
+      [ "$status" -ne 0 ] || continue
+      # 75 is no failure. 134 is how JAX ends when another process died: prefer that other one.
+      if [ -z "$first" ] || [ "$code" -eq 75 ] || { [ -n "$news" ] && [ "$code" -eq 134 ]; }; then
+        first=$rank code=$status news=yes
+      fi
+    done
+    [ "$running" -gt 0 ] || break
+
+    if [ -n "$news" ] && [ "$code" -eq 75 ]; then
+      deadline=$((SECONDS + 120)) # the others may still be saving
+    elif [ -n "$news" ]; then
+      kill -TERM "${pids[@]}" 2>/dev/null
+      deadline=$((SECONDS + 10))
+    fi
+    if [ "$interrupts" -gt 1 ]; then
+      exit 130
+    elif [ -n "$request" ]; then
+      passed=$request request=''
+      kill -s "$passed" "${pids[@]}" 2>/dev/null
+      say "passed SIG$passed on: the run saves and stops (Ctrl-C again gives up at once)"
+    fi
+    if [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ]; then
+      say "still there long after process $first ended, killed: process ${!pids[*]}"
+      for rank in "${!pids[@]}"; do kill_group "${pids[rank]}"; done
+      deadline=''
+    fi
+    { sleep 0.2; } 2>/dev/null # where bash itself would report killed processes
+  done
+
+  # The signal may have met a process in its first instants, before Python could handle it.
+  case ${passed:+$code} in 130 | 138 | 143) code=75 ;; esac
+  if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
+    say "process $first failed with exit code $code"
+    [ "$first" -eq 0 ] || tail -n 20 "$logs/rank-$first.log" >&2
+  fi
+  exit "$code"
+}
+
+# --- slurm ----------------------------------------------------------------------------------
+
+run_slurm() {
+  [ -n "${SLURM_JOB_NODELIST:-}" ] ||
+    usage 'slurm: not inside an allocation. Submit with: sbatch launch/slurm.sbatch [flags]'
+  local host # Slurm expands its own lists: JAX's parser gets node[1-2]-ib wrong
+  host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  [ -n "$host" ] || { say "scontrol cannot expand '$SLURM_JOB_NODELIST'"; exit 1; }
+  # --kill-on-bad-exit=0: the first process to leave with 75 must not take down those that
+  # still save. --wait=30 ends the rest 30 s later. srun does not inherit --cpus-per-task.
+  exec srun --kill-on-bad-exit=0 --wait=30 \
+    ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
+    bash "$PWD/launch.sh" slurm-rank "$host:$(port_from "$SLURM_JOB_ID")" "$@"
+}
+
+run_slurm_rank() { # what srun starts, once per process
+  local coordinator=$1 per_host=$(((SLURM_NTASKS + SLURM_NNODES - 1) / SLURM_NNODES))
+  shift
+  join "$coordinator" "$SLURM_NTASKS" "$SLURM_PROCID" "$(gpus "$SLURM_LOCALID" "$per_host")"
+  wait_for_coordinator
+  train "$@"
+}
+
+# --- mpi ------------------------------------------------------------------------------------
+
+run_mpi() {
+  # Open MPI's names, else those of MPICH and Intel MPI.
+  local rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}
+  local size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-}}
+  local local_rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-0}}
+  local local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}
+  local coordinator=${TRAIN_COORDINATOR:-}
+  [ -n "${rank:+$size}" ] ||
+    usage 'mpi: no rank in the environment. Start with: mpirun -n N bash launch.sh mpi [flags]'
+  if [ -z "$coordinator" ] && [ "$local_size" -eq "$size" ]; then
+    # All on one host. Open MPI names the job; elsewhere the ranks have one parent.
+    coordinator=127.0.0.1:$(port_from "${PMIX_NAMESPACE:-$PPID}")
+  fi
+  [ -n "$coordinator" ] ||
+    usage 'mpi: on several hosts, name the host of rank 0 and a free port on it:' \
+      'mpirun -x TRAIN_COORDINATOR=host:port ... (MPICH, Intel: -genv TRAIN_COORDINATOR host:port)'
+  join "$coordinator" "$size" "$rank" "$(gpus "$local_rank" "$local_size")"
+  wait_for_coordinator
+  train "$@"
+}
+
+# --- kubernetes -----------------------------------------------------------------------------
+
+run_kubernetes() {
+  [ "$accelerator" != tpu ] || run_tpu_rank "$@" # GKE tells JAX all that it needs
+  local name
+  for name in JOB_COMPLETION_INDEX TRAIN_NUM_PROCESSES TRAIN_COORDINATOR; do
+    [ -n "${!name:-}" ] || usage "kubernetes: $name is not set, see launch/jobset.yaml"
+  done
+  # A pod sees no GPUs but its own. train replaces this shell, so that SIGTERM reaches Python.
+  join "$TRAIN_COORDINATOR" "$TRAIN_NUM_PROCESSES" "$JOB_COMPLETION_INDEX" ''
+  wait_for_coordinator
+  train "$@"
+}
+
+# --- tpu ------------------------------------------------------------------------------------
+
+# Copies the sources to every host of a Cloud TPU VM and starts one process on each. --workdir
+# must be a gs:// path, since all hosts write the checkpoints. Ctrl-C ends the connection, not
+# the run: for that, send "pkill -TERM -f PACKAGE.train" the same way. Google offers TPU7x and
+# later through GKE only: use launch/jobset.yaml there.
+run_tpu() {
+  if [ -z "${TPU_NAME:-}" ] || [ -z "${ZONE:-}" ]; then
+    usage 'tpu: TPU_NAME=... ZONE=... [PROJECT=...] bash launch.sh tpu [flags]'
+  fi
+  local where archive command
+  where=("--zone=$ZONE" --worker=all ${PROJECT:+"--project=$PROJECT"})
+  archive=$(mktemp "${TMPDIR:-/tmp}/launch-XXXXXX") || exit 1
+  trap 'rm -f "$archive"' EXIT
+  tar -czf "$archive" --exclude=./.venv --exclude=./runs --exclude=./.git . || exit
+  gcloud compute tpus tpu-vm scp "$archive" "$TPU_NAME:$package.tgz" "${where[@]}" || exit
+  # A shell over there reads the command: %q keeps the spaces and quotes in flags.
+  command="mkdir -p $package && tar -xzf $package.tgz -C $package && cd $package && make setup"
+  command="$command && bash launch.sh tpu-rank$([ $# -eq 0 ] || printf ' %q' "$@")"
+  gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${where[@]}" --command="$command"
+}
+
+run_tpu_rank() { # what gcloud starts, once per host
+  join '' 1 0 ''
+  export TRAIN_DISTRIBUTED=auto
+  train "$@"
+}
+
+case $mode in
+  local) run_local "$@" ;;
+  slurm) run_slurm "$@" ;;
+  slurm-rank) run_slurm_rank "$@" ;;
+  mpi) run_mpi "$@" ;;
+  kubernetes) run_kubernetes "$@" ;;
+  tpu) run_tpu "$@" ;;
+  tpu-rank) run_tpu_rank "$@" ;;
+  *) usage "unknown mode '$mode': use $modes" ;;
+esac

@@ -138,7 +138,7 @@ class FewRows:
 
 
 def watch(report: Path, settings: dict) -> None:
-    """Train, and write every step's loss and rows, and the last state, to <report>.json and .npz."""
+    """Train, and write what each step saw and the states at both ends to files <report>.*."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -16,7 +16,7 @@ class SettingError(ValueError):
 class OptimizerConfig:
     name: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
     """Update rule (sgd has momentum 0.9; muon leaves vectors and embeddings to adamw)."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up."""
     warmup_steps: int = 100
     """Updates over which the learning rate rises from 0; at most half of the run."""
@@ -51,10 +51,10 @@ class Config:
     workdir: str | None = None
     """Run directory; an existing run is resumed (default: a new one, runs/<date-time>)."""
     total_steps: int | None = None
-    """Length of the run in steps, one global batch each (default 1000, unless --epochs)."""
+    """Length of the run in steps, one global batch each (default 600, unless --epochs)."""
     epochs: float | None = None
     """Length of the run in passes over the training data, instead of --total-steps."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Rows in the global batch, over all devices and processes."""
     seed: int = 0
     """Seed of the initial parameters, the data order and dropout."""
@@ -62,7 +62,7 @@ class Config:
     """Steps between two log lines."""
     eval_every: int | None = None
     """Steps between two evaluations (0 = off; default: one epoch)."""
-    checkpoint_every: int = 500
+    checkpoint_every: int = 200
     """Steps between two checkpoints (0 = off); a new best and the last step are always saved."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the computation; parameters, optimizer and loss stay in float32."""
@@ -115,7 +115,7 @@ def resolve(config: Config, rows: int) -> Config:
         )
     total = config.total_steps
     if total is None:
-        total = 1000 if config.epochs is None else max(round(config.epochs * steps_per_epoch), 1)
+        total = 600 if config.epochs is None else max(round(config.epochs * steps_per_epoch), 1)
     every = steps_per_epoch if config.eval_every is None else config.eval_every
     return dataclasses.replace(config, total_steps=total, epochs=None, eval_every=every)
 
@@ -187,7 +187,7 @@ def flag(name: str) -> str:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, such as {'optimizer.learning_rate': 0.002}."""
+    """Settings by dotted name, such as {'optimizer.learning_rate': 0.003}."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name

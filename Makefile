@@ -1,0 +1,46 @@
+# For the development of the template. A generated project has a Makefile of its own.
+# Everything is installed into .venv here; nothing else on the machine is touched.
+
+PYTHON := .venv/bin/python
+UV := .venv/bin/uv
+DEMO := build/demo
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
+	    awk -F'|' '{ printf "%-10s %s\n", $$1, $$2 }'
+
+setup: .venv/.setup ## Install what the other targets need (they do this first)
+
+# The template's tests run the generated code, so its dependencies are installed as well: those of a
+# project that is rendered for this purpose, because pyproject.toml here does not repeat them.
+.venv/.setup: pyproject.toml {{cookiecutter.project_slug}}/pyproject.toml
+	@python3 -c 'import sys; sys.exit("Python 3.11 or later is needed" if sys.version_info < (3, 11) else 0)'
+	@test -x $(PYTHON) || python3 -m venv .venv
+	@test -x $(UV) || $(PYTHON) -m pip install --quiet --disable-pip-version-check uv
+	$(UV) pip install --quiet --python $(PYTHON) --group dev
+	@rm -rf build/setup && mkdir -p build/setup
+	@$(PYTHON) -m cookiecutter . --no-input --accept-hooks no --output-dir build/setup
+	$(UV) pip install --quiet --python $(PYTHON) --extra dev \
+	    --requirements build/setup/my_flax_project/pyproject.toml
+	@touch $@
+
+demo: setup ## Generate the default project, smoke test included, and train it
+	@rm -rf $(DEMO) && mkdir -p $(DEMO)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m cookiecutter . --no-input --output-dir $(DEMO)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(MAKE) -C $(DEMO)/my_flax_project train
+
+test: setup ## Run all tests of the template
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: setup ## Lint and formatting; changes nothing
+	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+
+format: setup ## Format the code and sort its imports
+	$(PYTHON) -m ruff check --quiet --fix --select I . && $(PYTHON) -m ruff format .
+
+clean: ## Remove what the other targets made
+	rm -rf .venv build .pytest_cache .ruff_cache

@@ -1,0 +1,84 @@
+"""The train step: what one batch does to the state."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def setup(module, config, dataset):
+    """Make (state, step function, batch) for a configuration."""
+
+    def make(**changes):
+        changed = dataclasses.replace(config, **changes)
+        grid = module("mesh").create_mesh(changed.mesh, 16, changed.accumulation_steps)
+        create, abstract = module("train_state").plan_train_state(changed, dataset, grid)
+        step, fresh, _ = module("train_step").compile_train_step(
+            changed, abstract, dataset.train, grid
+        )
+        rows = dataset.train.rows(np.arange(16))
+        sharding = module("mesh").batch_sharding(grid)
+        return create(), lambda state, batch: step(state, fresh(), batch), rows, sharding
+
+    return make
+
+
+def poison(rows):
+    """Make the loss of the batch infinite, whatever the task: the first row weighs infinitely."""
+    return rows | {"mask": np.where(np.arange(16) == 0, np.inf, rows["mask"].T).T.astype("f4")}
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_non_finite_step_changes_nothing_but_the_counters(setup, precision):
+    state, step, rows, sharding = setup(precision=precision, ema_decay=0.9)
+    before = jax.device_get(state)
+    state, metrics, guard = step(state, jax.device_put(poison(rows), sharding))
+    after = jax.device_get(state)
+    for name in ("params", "opt_state", "batch_stats", "ema"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+    assert (int(after.step), int(guard["skipped_steps"]), int(guard["skipped_in_a_row"])) == (
+        1,
+    ) * 3
+    assert metrics["loss"] == (0, 0)
+    if precision == "float16":
+        assert after.loss_scale.factor == before.loss_scale.factor / 2
+
+
+def test_a_finite_step_updates_everything_and_ends_the_row_of_skipped_ones(setup):
+    state, step, rows, sharding = setup()
+    state, _, _ = step(state, jax.device_put(poison(rows), sharding))
+    before = jax.device_get(state.params)
+    state, metrics, guard = step(state, jax.device_put(rows, sharding))
+    changed = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b), before, jax.device_get(state.params)
+    )
+    assert all(jax.tree.leaves(changed))
+    assert (int(guard["skipped_steps"]), int(guard["skipped_in_a_row"])) == (1, 0)
+    assert np.isfinite(metrics["loss"][0])
+
+
+def test_parameters_and_moments_stay_in_float32_whatever_the_precision(setup):
+    state, step, rows, sharding = setup(precision="bfloat16", ema_decay=0.9)
+    state, metrics, _ = step(state, jax.device_put(rows, sharding))
+    dtypes = {x.dtype.name for x in jax.tree.leaves((state, metrics))}
+    assert dtypes == {"float32", "int32"}
+
+
+def test_accumulation_sees_every_row_once(setup):
+    state, step, rows, sharding = setup(accumulation_steps=4)
+    _, metrics, _ = step(state, jax.device_put(rows, sharding))
+    assert metrics["loss"][1] == rows["mask"].sum()
+
+
+def test_dropout_differs_from_step_to_step_and_repeats_on_resume(setup):
+    state, step, rows, sharding = setup()
+    batch = jax.device_put(rows, sharding)
+
+    def loss(offset):
+        copy = jax.tree.map(lambda x: x.copy(), state)
+        return float(step(copy.replace(step=copy.step + offset), batch)[1]["loss"][0])
+
+    assert loss(0) == loss(0)
+    assert loss(0) != loss(1)

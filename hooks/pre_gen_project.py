@@ -24,8 +24,8 @@ from typing import NamedTuple
 # --- What is refused -----------------------------------------------------------------------------
 
 CHOICES = {
-    "task": ("image_classification", "language_model"),
-    "flax_api": ("linen", "nnx"),
+    "task": ("image_classification",),
+    "flax_api": ("linen",),
     "accelerator": ("cpu", "cuda12", "cuda13", "tpu"),
     "smoke_test": ("auto", "required", "off"),
 }

@@ -202,7 +202,10 @@ supervise() {
   case ${passed:+$code} in 130 | 138 | 143) code=75 ;; esac
   if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
     say "process $first failed with exit code $code"
-    [ "$first" -eq 0 ] || tail -n 20 "$logs/rank-$first.log" >&2
+    if [ "$first" -gt 0 ]; then
+      say "the end of $logs/rank-$first.log:"
+      tail -n 20 "$logs/rank-$first.log" >&2
+    fi
   fi
   exit "$code"
 }
@@ -232,6 +235,8 @@ run_slurm_rank() { # what srun starts, once per process
 
 # --- mpi ------------------------------------------------------------------------------------
 
+# To stop with a checkpoint, send SIGUSR1 to mpirun, which passes it on: at a SIGTERM it kills the
+# processes one second later.
 run_mpi() {
   # Open MPI's names, else those of MPICH and Intel MPI.
   local rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}

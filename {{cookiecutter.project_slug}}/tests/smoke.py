@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = next(ROOT.glob("*/train.py")).parent.name
@@ -143,10 +144,9 @@ def watch(report: Path, settings: dict) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    config, data, model, train = (
-        importlib.import_module(f"{PACKAGE}.{name}")
-        for name in ("config", "data", "model", "train")
-    )
+    names = ("config", "data", "model", "train")
+    modules: list[Any] = [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
+    config, data, model, train = modules
     seen: dict = {"losses": [], "rows": [], "compiled": 0}
     states: dict = {}
 
@@ -155,9 +155,9 @@ def watch(report: Path, settings: dict) -> None:
         rows = zip(*leaves, strict=True)
         return [hashlib.md5(b"".join(x.tobytes() for x in row)).hexdigest() for row in rows]
 
-    def count_compilations(event, duration, fun_name="", **kwargs):
+    def count_compilations(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.endswith("backend_compile_duration"):
-            seen["compiled"] += fun_name == "jit(train_step)"
+            seen["compiled"] += kwargs.get("fun_name") == "jit(train_step)"
 
     load, compile_train_step = data.load, train.compile_train_step
 

@@ -96,7 +96,11 @@ def main(options: EvaluateConfig) -> dict[str, float]:
 
 def cli() -> int:
     """Evaluate as the command line says and return the exit code."""
-    options = tyro.cli(EvaluateConfig, description="Score a checkpoint of a run.")
+    options = tyro.cli(
+        EvaluateConfig,
+        prog=f"python -m {__package__}.evaluate",
+        description="Score a checkpoint of a run.",
+    )
     try:
         scores = main(options)
     except SettingError as error:

@@ -54,7 +54,7 @@ def require_devices(config: Config) -> None:
         raise SettingError(
             f"--platform {config.platform}: JAX finds no such device here. Install the matching "
             f'extra (pip install -e ".[cuda13]", "[cuda12]" or "[tpu]"), check the driver, or use '
-            f"--platform auto ({error or type(error).__name__})"
+            f"--platform auto ({str(error) or type(error).__name__})"
         ) from error
 
 

@@ -130,12 +130,19 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
 
 def parse_settings(arguments: list[str]) -> Config:
     """Settings from the command line; a run that is resumed provides the defaults."""
-    config = tyro.cli(Config, args=arguments, description="Train a model, or resume a run.")
+    cli = functools.partial(
+        tyro.cli,
+        Config,
+        args=arguments,
+        prog=f"python -m {__package__}.train",
+        description="Train a model, or resume a run.",
+    )
+    config = cli()
     saved = config.workdir and saved_config(Path(config.workdir).expanduser())
     if not saved:
         return config
     defaults = dataclasses.replace(saved, total_steps=None, **{name: None for name in PER_START})
-    config = tyro.cli(Config, args=arguments, default=defaults)
+    config = cli(default=defaults)
     if config.epochs is None and config.total_steps is None:
         config = dataclasses.replace(config, total_steps=saved.total_steps)
     return config

@@ -1,5 +1,6 @@
 """Processes, the device mesh, and how arrays are laid out over it."""
 
+import logging
 import os
 from typing import Any
 
@@ -9,6 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .config import Config, MeshConfig, SettingError
+
+log = logging.getLogger(__package__)
 
 SMALL = 2**14  # elements below which splitting an array costs more than it saves
 
@@ -100,6 +103,8 @@ def state_sharding(mesh: jax.sharding.Mesh, state: Any) -> Any:
 
     def rule(array):
         dims = [d for d in np.argsort(array.shape)[::-1] if array.shape[d] % size == 0]
+        if size > 1 and array.size >= SMALL and not dims:
+            log.warning("an array of shape %s has no dimension to split by %d", array.shape, size)
         if size == 1 or array.size < SMALL or not dims:
             return replicated(mesh)
         return NamedSharding(mesh, PartitionSpec(*[None] * int(dims[0]), "fsdp"))

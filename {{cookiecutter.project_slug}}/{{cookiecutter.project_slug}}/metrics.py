@@ -40,12 +40,15 @@ class Recorder:
         self.steps, self.seconds, self.waited = 0, 0.0, 0.0  # of training, without pauses
         self.interval_start = (start, 0.0)
         self.clock = self.alive = time.monotonic()
+        self.directory = workdir / "tb"
         self.is_writer = jax.process_index() == 0
         if self.is_writer:
             # purge_step hides what an interrupted run wrote beyond the step it now resumes from.
             self.tensorboard = SummaryWriter(
-                str(workdir / "tb"), purge_step=start + 1, flush_secs=5
+                str(self.directory), purge_step=start + 1, flush_secs=5
             )
+        self.profiling = False
+        self.profile(start)
         self.bar = tqdm(
             total=config.total_steps,
             initial=start,
@@ -66,12 +69,28 @@ class Recorder:
             jax.block_until_ready(self.in_flight.popleft())
         self.keep_alive()
         self.bar.update()
+        self.profile(step)
         if self.due is not None and step == self.due[0] + LAG:
             self.flush()
         if step % self.config.log_every == 0:
             self.due = (step, totals, guard)
             return fresh()
         return totals
+
+    def profile(self, step: int) -> None:
+        """Record what happens between the two steps of --profile-steps, for TensorBoard."""
+        first, last = self.config.profile_range or (None, None)
+        if step == first:
+            jax.profiler.start_trace(str(self.directory))
+            self.profiling = True
+        elif self.profiling and step == last:
+            jax.block_until_ready(self.in_flight)
+            self.stop_profiling()
+
+    def stop_profiling(self) -> None:
+        jax.profiler.stop_trace()
+        self.profiling = False
+        log.info("the profile is in %s: see it with make tensorboard", self.directory)
 
     def flush(self) -> None:
         """Log the interval that ended last, if that was not done yet."""
@@ -177,7 +196,10 @@ class Recorder:
         }
 
     def close(self) -> None:
+        """Write out everything. The progress bar goes."""
         faulthandler.cancel_dump_traceback_later()
+        if self.profiling:
+            self.stop_profiling()
         self.bar.close()
         if self.is_writer:
             self.tensorboard.close()

@@ -65,6 +65,7 @@ def main(config: Config) -> dict[str, Any]:
         progress.evaluations_since_best = 0
     workdir.write_json(path / "config.json", facts)
     (path / "result.json").unlink(missing_ok=True)
+    workdir.announce(facts, config)
     log.info("%s: %s", path, f"resumed at step {step}" if step else "a new run")
 
     # ------------------------------------------------------------------------- The compiled steps
@@ -81,7 +82,7 @@ def main(config: Config) -> dict[str, Any]:
 
     # ----------------------------------------------------------------------------------- The loop
     stream = batches.train_batches(dataset.train, config, sharding, step)
-    status, scores = "failed", None
+    status, tested = "failed", None
     try:
         with contextlib.ExitStack() as closing:
             for resource in (recorder, checkpoints, stream):
@@ -121,14 +122,13 @@ def main(config: Config) -> dict[str, Any]:
             # --------------------------------------------------------- The test of the best state
             recorder.finish(step, totals, guard)
             checkpoints.wait()
-            scores = None
             if ending != "preempted":
                 if progress.best_step not in (None, step):
                     state, _ = checkpoints.restore(progress.best_step, abstract)
-                scores = score(state, dataset.test)
-                if scores:
-                    recorder.write("test", progress.best_step or step, scores)
-            status = ending if scores else "preempted"
+                tested = score(state, dataset.test)
+                if tested:
+                    recorder.write("test", progress.best_step or step, tested)
+            status = ending if tested else "preempted"
     except Diverged as error:
         status = "diverged"
         log.error("%s; last good checkpoint: %s", error, max(checkpoints.steps, default="none"))
@@ -138,7 +138,7 @@ def main(config: Config) -> dict[str, Any]:
             "step": step,
             "best_step": progress.best_step,
             "best_metric": progress.best_metric,
-            "eval": scores if status != "failed" else None,
+            "eval": tested,
             **recorder.throughput(),
             **costs,
             "seconds": time.monotonic() - began,

@@ -5,6 +5,7 @@ import datetime
 import functools
 import json
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -97,6 +98,20 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
     }
 
 
+def announce(facts: dict[str, Any], config: Config) -> None:
+    """Say what the run has to work with."""
+    found = facts["versions"]
+    log.info(
+        "%s %s, %d in all; %d process(es); jax %s, flax %s%s; XLA_FLAGS: %s",
+        *(jax.local_device_count(), jax.devices()[0].device_kind, facts["devices"]),
+        *(facts["processes"], found["jax"], found["flax"]),
+        " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
+        os.environ.get("XLA_FLAGS", "").strip() or "none",
+    )
+    if config.optimizer.warmup_steps > config.total_steps // 2:
+        log.warning("the warm-up is shortened to half of the %d steps", config.total_steps)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python, the packages and this project's code (its git commit)."""
     found = {"python": platform.python_version()}
@@ -120,10 +135,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> None:
-    """Write in one go, by process 0 only: readers see the old file or the whole new one."""
+    """Write in one go, by process 0 only: readers see the old file or the whole new one.
+
+    NaN and infinity, which JSON does not have, become null.
+    """
+
+    def finite(value):
+        if isinstance(value, dict):
+            return {name: finite(x) for name, x in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     if jax.process_index() == 0:
         partial = path.with_suffix(".tmp")
-        text = json.dumps(contents, indent=2, allow_nan=False)
+        text = json.dumps(finite(contents), indent=2, allow_nan=False)
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(path)
 

@@ -93,6 +93,12 @@ def wait_until(condition, what):
     raise AssertionError(f"waited in vain for {what}")
 
 
+def hear_signals():
+    """Undo what nohup and a shell's "&" hand down: no shell can trap a signal ignored before it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def alive(pid):
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
@@ -150,6 +156,7 @@ class Launcher:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=hear_signals,
         )
         self.started.append(process)
         return process

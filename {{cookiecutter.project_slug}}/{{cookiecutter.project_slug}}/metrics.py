@@ -142,6 +142,7 @@ class Recorder:
         if self.is_writer:
             for name, value in shown.items():
                 self.tensorboard.add_scalar(f"{kind}/{name}", value, step)
+            self.tensorboard.flush()  # what was shown is on disk, whatever happens next
 
     def warn_of_blow_up(self, step: int, loss: float | None) -> None:
         if loss is None:

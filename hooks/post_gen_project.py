@@ -163,7 +163,8 @@ def prepare_environment(project, python):
     uv, environment = shutil.which("uv"), clean_environment()
     version = ".".join(map(str, PYTHON))
     if uv:
-        create = [uv, "venv", "--quiet", "--no-project", "--python", f">={version}", ".venv"]
+        wanted = environment.get("UV_PYTHON", f">={version}")
+        create = [uv, "venv", "--quiet", "--no-project", "--python", wanted, ".venv"]
         install = [uv, "pip", "install", "--python", python]
     else:
         create = [find_python(), "-m", "venv", ".venv"]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 CHOICES = {
     "task": ("image_classification",),
-    "flax_api": ("linen",),
+    "flax_api": ("linen", "nnx"),
     "accelerator": ("cpu", "cuda12", "cuda13", "tpu"),
     "smoke_test": ("auto", "required", "off"),
 }

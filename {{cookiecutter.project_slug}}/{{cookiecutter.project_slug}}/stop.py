@@ -38,6 +38,12 @@ def _forward_to_jax(number: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def repeat() -> None:
+    """After joining other processes: let JAX know of a signal that came before."""
+    if requested is not None:
+        _forward_to_jax(signal.SIGINT)
+
+
 def poll() -> bool:
     """True once this run shall stop. All processes must call it equally often: they then agree."""
     global _polls, _agreed

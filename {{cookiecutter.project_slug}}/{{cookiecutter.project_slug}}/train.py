@@ -38,6 +38,7 @@ def main(config: Config) -> dict[str, Any]:
     check(config)
     mesh.select_platform(config)
     mesh.join_processes()
+    stop.repeat()
     mesh.require_devices(config)
     dataset = data.load(config)
     config = resolve(config, len(dataset.train))

@@ -39,21 +39,24 @@ def open_workdir(name: str | None) -> Path:
     """The absolute run directory, made by process 0 and the same in every process."""
     if name is not None and "://" in name:
         raise SettingError(f"--workdir {name}: must be a directory of this machine's file system")
-    path = Path(name).expanduser() if name else None
+    answer = ""
     if jax.process_index() == 0:
         try:
-            path = new_run() if path is None else path.resolve()
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "checkpoints").mkdir(exist_ok=True)
+            path = Path(name).expanduser().resolve() if name else new_run()
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            answer = os.fspath(path)
         except OSError as error:
-            raise SettingError(f"--workdir {path}: cannot be made or written ({error})") from error
-    if jax.process_count() > 1:
-        path = Path(broadcast(os.fspath(path)))
-        if not (path / "checkpoints").is_dir():
-            raise SettingError(
-                f"--workdir {path}: process {jax.process_index()} on {platform.node()} does not "
-                f"see the directory that process 0 made: use a shared file system"
-            )
+            answer = f"\0--workdir {name or 'runs'}: cannot be made or written ({error})"
+    if jax.process_count() > 1:  # a failure must reach the others too: they are waiting
+        answer = broadcast(answer)
+    if answer.startswith("\0"):
+        raise SettingError(answer[1:])
+    path = Path(answer)
+    if not (path / "checkpoints").is_dir():
+        raise SettingError(
+            f"--workdir {path}: process {jax.process_index()} on {platform.node()} does not see "
+            f"the directory that process 0 made: use a shared file system"
+        )
     return path
 
 
@@ -77,9 +80,9 @@ def new_run() -> Path:
 
 def broadcast(text: str) -> str:
     """The text of process 0, in every process."""
-    buffer = np.zeros(4096, np.uint8)
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    buffer[: len(encoded)] = encoded[:4096]
+    buffer = np.zeros(8192, np.uint8)
+    encoded = np.frombuffer(text.encode()[:8192], np.uint8)
+    buffer[: len(encoded)] = encoded
     return bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode()
 
 

@@ -1,0 +1,115 @@
+"""The network and its settings. This is the file to edit first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    features: tuple[int, ...] = (32, 64)
+    """Channels of each block: two convolutions, then the image is halved."""
+    dropout_rate: float = 0.3
+    """Share of the features that dropout sets to zero before the last layer."""
+
+    def check(self, require: Callable[..., None]) -> None:
+        """Call require(holds, name, value, rule) for every rule of these settings."""
+        features, rate = self.features, self.dropout_rate
+        require(features and min(features) >= 1, "model.features", features, "positive numbers")
+        require(0 <= rate < 1, "model.dropout_rate", rate, "at least 0 and below 1")
+
+
+TINY = ModelConfig(features=(8,), dropout_rate=0.5)  # for tests: compiles in a moment
+
+
+class ConvNorm(nnx.Module):
+    """Convolution, batch normalisation and ReLU."""
+
+    def __init__(self, channels: int, features: int, dtype: Any, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(channels, features, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(features, momentum=0.9, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        return nnx.relu(self.norm(self.conv(x), use_running_average=not train))
+
+
+class CNN(nnx.Module):
+    """Blocks of convolution, batch normalisation and ReLU, then one dense layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        height, width, channels = image_shape
+        self.blocks = nnx.List()
+        for features in config.features:
+            first = ConvNorm(channels, features, dtype, rngs)
+            second = ConvNorm(features, features, dtype, rngs)
+            self.blocks.append(nnx.List([first, second]))
+            height, width, channels = -(-height // 2), -(-width // 2), features
+        self.dropout = nnx.Dropout(config.dropout_rate)
+        self.head = nnx.Linear(height * width * channels, num_classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, train: bool, rngs: nnx.Rngs | None = None) -> jax.Array:
+        """Images [batch, height, width, channels] to logits [batch, num_classes]."""
+        for first, second in self.blocks:
+            x = second(first(x, train=train), train=train)
+            x = nnx.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
+        x = x.reshape(x.shape[0], -1)
+        x = self.dropout(x, deterministic=not train, rngs=rngs)
+        return self.head(x)
+
+
+class Model(NamedTuple):
+    """A network as two pure functions of its variables {"params": ..., "batch_stats": ...}.
+
+    init(key) returns new variables; apply(variables, inputs, train, key) returns the outputs and
+    the batch statistics after this call. The key draws dropout; evaluation needs none.
+    """
+
+    init: Callable[[jax.Array], dict]
+    apply: Callable[..., tuple[jax.Array, dict]]
+
+
+def create_model(
+    config: ModelConfig, inputs: jax.ShapeDtypeStruct, num_outputs: int, dtype: Any
+) -> Model:
+    """The network for inputs of this shape. It computes in dtype; its parameters are float32.
+
+    The module is split into its structure, kept here, and pure dictionaries of arrays, which the
+    rest of the project sees: passing nnx.State or nnx.jit in the loop costs time at every step.
+    """
+
+    def build(key):
+        network = CNN(config, inputs.shape[1:], num_outputs, dtype, nnx.Rngs(key))
+        graph, params, batch_stats = nnx.split(network, nnx.Param, nnx.BatchStat)
+        return graph, {"params": params, "batch_stats": batch_stats}
+
+    graph, states = nnx.eval_shape(build, jax.random.key(0))
+
+    def init(key):
+        return {name: nnx.to_pure_dict(state) for name, state in build(key)[1].items()}
+
+    def merge(variables):
+        filled = []
+        for name, state in states.items():
+            state = jax.tree.map(lambda x: x, state)
+            nnx.replace_by_pure_dict(state, variables[name])
+            filled.append(state)
+        return nnx.merge(graph, *filled)
+
+    def apply(variables, inputs, *, train, key=None):
+        network = merge(variables)
+        outputs = network(inputs, train=train, rngs=nnx.Rngs(dropout=key) if train else None)
+        batch_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+        return outputs, batch_stats
+
+    return Model(init, apply)

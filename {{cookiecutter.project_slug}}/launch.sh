@@ -275,9 +275,9 @@ run_kubernetes() {
 # --- tpu ------------------------------------------------------------------------------------
 
 # Copies the sources to every host of a Cloud TPU VM and starts one process on each. --workdir
-# must be on a file system that all hosts share, since all of them write the checkpoints. Ctrl-C ends the connection, not
-# the run: for that, send "pkill -TERM -f PACKAGE.train" the same way. Google offers TPU7x and
-# later through GKE only: use launch/jobset.yaml there.
+# must be on a file system that all hosts share, since all of them write the checkpoints. Ctrl-C
+# ends the connection, not the run: for that, send "pkill -TERM -f PACKAGE.train" the same way.
+# Google offers TPU7x and later through GKE only: use launch/jobset.yaml there.
 run_tpu() {
   if [ -z "${TPU_NAME:-}" ] || [ -z "${ZONE:-}" ]; then
     usage 'tpu: TPU_NAME=... ZONE=... [PROJECT=...] bash launch.sh tpu [flags]'

@@ -48,7 +48,7 @@ class CNN(nnx.Module):
         rngs: nnx.Rngs,
     ):
         height, width, channels = image_shape
-        self.blocks = nnx.List()
+        self.blocks: nnx.List = nnx.List()
         for features in config.features:
             first = ConvNorm(channels, features, dtype, rngs)
             second = ConvNorm(features, features, dtype, rngs)

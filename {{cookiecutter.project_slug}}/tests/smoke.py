@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="smoke-") as scratch:
         prepare_environment(scratch)
+        # Python warns of threads that a child would miss; those of the imports are idle ones.
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         for module in ("train", "evaluate"):
             importlib.import_module(f"{PACKAGE}.{module}")
         print(f"  {time.monotonic() - began:5.1f} s  packages imported", flush=True)

@@ -267,6 +267,7 @@ def check(scratch: Path) -> list[str]:
         not unchanged("batch_stats"),
         f"batch statistics move: {unchanged('batch_stats')[:3]} stayed as they were created",
     )
+    require(not unchanged("ema"), f"the average moves: {unchanged('ema')[:3]} never did")
     same, again, other = straight["dropout"]
     require(same == again, "a step on the same state and batch gives the same loss twice")
     require(
@@ -299,6 +300,9 @@ def check(scratch: Path) -> list[str]:
     for key in ("eval", "best_step", "best_metric"):
         x, y = resumed["result"][key], straight["result"][key]
         require(x == y, f"{key} is the same with and without a stop: {x} against {y}")
+
+    count = straight["result"]["eval"]["num_examples"]
+    require(count == BATCH + 4, f"{BATCH + 4} rows are tested once each: {count} were counted")
 
     # Several devices
     require(

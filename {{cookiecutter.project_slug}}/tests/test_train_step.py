@@ -66,6 +66,18 @@ def test_parameters_and_moments_stay_in_float32_whatever_the_precision(setup):
     assert dtypes == {"float32", "int32"}
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_the_network_computes_in_low_precision_what_it_does_in_full(
+    module, setup, dataset, precision
+):
+    scores = []
+    for dtype in ("float32", precision):
+        state, _, rows, sharding = setup(precision=dtype, model=module("model").ModelConfig())
+        batch = jax.device_put(rows, sharding)
+        scores.append(jax.jit(module("train_step").eval_step)(state, batch)["loss"][0])
+    np.testing.assert_allclose(*scores, rtol=0.05)
+
+
 def test_accumulation_sees_every_row_once(setup):
     state, step, rows, sharding = setup(accumulation_steps=4)
     _, metrics, _ = step(state, jax.device_put(rows, sharding))

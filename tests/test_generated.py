@@ -1,0 +1,64 @@
+"""A fresh project passes its own checks, tests and smoke test, and `make` works in it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import bake
+import pytest
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = json.loads((bake.ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+COMBINATIONS = [(task, api) for task in QUESTIONS["task"] for api in QUESTIONS["flax_api"]]
+
+
+def succeed(command, cwd, **environment):
+    result = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize(("task", "api"), COMBINATIONS)
+def test_a_fresh_project_passes_its_own_checks(tmp_path, task, api):
+    output = tmp_path / "sp ace 'ü"
+    flags = ("--no-input", "--accept-hooks", "no")
+    result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
+    assert result.returncode == 0, result.stderr
+    project = output / "my_flax_project"
+    before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    succeed([sys.executable, "tests/smoke.py"], project)
+    assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    succeed([sys.executable, "-m", "ruff", "check", "."], project)
+    assert "left unchanged" in succeed([sys.executable, "-m", "ruff", "format", "."], project)
+    succeed([sys.executable, "-m", "mypy"], project)
+    succeed([sys.executable, "-m", "pytest", "-q"], project)
+
+
+@pytest.mark.skipif(not shutil.which("uv"), reason="uv is not on PATH")
+def test_from_the_question_to_a_scored_model(tmp_path):
+    output = tmp_path / "sp ace 'ü"
+    output.mkdir()
+    (output / "pyproject.toml").write_text(
+        '[project]\nname = "parent"\nversion = "0"\n[tool.uv.workspace]\nmembers = ["*"]\n'
+    )
+    result = bake.run_cookiecutter(output, smoke_test="required", timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Smoke test passed" in result.stdout
+    project = output / "my_flax_project"
+    succeed(["make", "train", "ARGS=--total-steps 60 --seed 1"], project)
+    assert "accuracy" in succeed(["make", "evaluate"], project)
+    assert "over, completed" in succeed(["make", "resume"], project)
+    assert "smoke" in succeed(["make"], project)
+    succeed(["make", "lock"], project)
+    assert (project / "uv.lock").exists()
+    assert sorted(path.name for path in output.iterdir()) == ["my_flax_project", "pyproject.toml"]

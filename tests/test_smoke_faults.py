@@ -1,0 +1,100 @@
+"""The smoke test fails, and says what is wrong, when one line of the project is broken."""
+
+import shutil
+import subprocess
+import sys
+
+import bake
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RESTORED = '        return state.replace(**restored["model"], **restored["training"]), Progress(**progress)'
+LOST = RESTORED.replace(
+    '**restored["training"])',
+    """**restored["training"]
+        | {"opt_state": jax.tree.map(jnp.zeros_like, restored["training"]["opt_state"])})""",
+)
+UPDATE = "    new = state.apply_gradients(grads=grads, batch_stats=batch_stats)"
+INDICES = "        indices = train_indices(step, len(split), config.batch_size, config.seed)"
+
+# What breaks: (file, the line, what it becomes, words of the message).
+FAULTS = {
+    "an update is dropped": (
+        *(
+            "train_step.py",
+            UPDATE,
+            UPDATE.replace("apply_gradients(grads=grads,", "replace(step=state.step + 1,"),
+        ),
+        "every parameter is updated",
+    ),
+    "the optimizer is not restored": (
+        *("checkpoint.py", RESTORED, LOST),
+        "opt_state",
+    ),
+    "one dropout key serves every step": (
+        "train_step.py",
+        "    key = jax.random.fold_in(jax.random.key(config.seed), state.step)",
+        "    key = jax.random.key(config.seed)",
+        "dropout differs between steps",
+    ),
+    "batch statistics are dropped": (
+        *("train_step.py", UPDATE, UPDATE.replace(", batch_stats=batch_stats", "")),
+        "batch statistics move",
+    ),
+    "the same batch is fed again": (
+        *("batches.py", INDICES, INDICES.replace("(step,", "(0,")),
+        "every row comes once per epoch",
+    ),
+    "the data restarts at row 0 on resume": (
+        "train.py",
+        "    stream = batches.train_batches(dataset.train, config, sharding, step)",
+        "    stream = batches.train_batches(dataset.train, config, sharding, 0)",
+        "began with other rows at step",
+    ),
+    "padded rows count in an evaluation": (
+        "batches.py",
+        '        batch["mask"][indices >= len(split)] = 0',
+        "        pass",
+        "rows are tested once each",
+    ),
+    "the average is not updated": (
+        *(
+            "train_step.py",
+            "        new = new.replace(ema=ema)",
+            "        pass",
+            "the average moves",
+        ),
+    ),
+    "two devices are fed other rows": (
+        *(
+            "batches.py",
+            INDICES,
+            INDICES.replace("config.seed", "config.seed + jax.device_count()"),
+        ),
+        "two devices are fed other rows",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("faults")
+    result = bake.run_cookiecutter(directory, flags=("--no-input", "--accept-hooks", "no"))
+    assert result.returncode == 0, result.stderr
+    return directory / "my_flax_project"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_line_is_found(project, tmp_path, fault):
+    name, line, broken, words = FAULTS[fault]
+    copy = shutil.copytree(project, tmp_path / "project")
+    file = copy / "my_flax_project" / name
+    text = file.read_text(encoding="utf-8")
+    assert text.count(line + "\n") == 1, "the line to break is not there any more"
+    file.write_text(text.replace(line, broken), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "tests/smoke.py"], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert words in result.stdout

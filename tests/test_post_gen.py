@@ -1,6 +1,7 @@
 """The hook after generation: what it says and leaves behind, with stand-ins for uv and Python."""
 
 import concurrent.futures
+import json
 import os
 import re
 import shutil
@@ -169,6 +170,20 @@ def test_which_variables_reach_the_children(out, notes):
         seen = noted(notes, name)
         assert {key: seen.get(key) for key in kept} == kept
         assert not removed.keys() & seen.keys()
+
+
+def test_the_smoke_test_itself_forgets_accelerators_and_schedulers(tmp_path):
+    hostile = {"XLA_FLAGS": "--xla_no_such_flag=1", "JAX_PLATFORMS": "cuda", "JAX_ENABLE_X64": "1"}
+    hostile |= {"CUDA_VISIBLE_DEVICES": "7", "TRAIN_NUM_PROCESSES": "2", "TPU_NAME": "x"}
+    code = (
+        "import json, os, smoke; smoke.prepare_environment('/s'); print(json.dumps({**os.environ}))"
+    )
+    out = bake.run_cookiecutter(tmp_path, smoke_test="off", accelerator="cuda13")
+    assert out.returncode == 0, out.stderr
+    tests = tmp_path / "my_flax_project" / "tests"
+    seen = json.loads(bake.run([sys.executable, "-c", code], cwd=tests, env=hostile).stdout)
+    assert not seen.keys() & {"XLA_FLAGS", "JAX_ENABLE_X64", "TRAIN_NUM_PROCESSES", "TPU_NAME"}
+    assert (seen["JAX_PLATFORMS"], seen["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
 
 
 def test_uv_python_is_honoured(out, notes):

@@ -9,7 +9,10 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-RESTORED = '        return state.replace(**restored["model"], **restored["training"]), Progress(**progress)'
+RESTORED = (
+    '        return state.replace(**restored["model"], **restored["training"]), '
+    "Progress(**progress)"
+)
 LOST = RESTORED.replace(
     '**restored["training"])',
     """**restored["training"]

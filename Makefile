@@ -3,6 +3,9 @@
 
 PYTHON := .venv/bin/python
 UV := .venv/bin/uv
+RUFF := $(PYTHON) -m ruff
+# Without this ruff obeys the pyproject.toml of the project that is still to be rendered.
+ONE := --config pyproject.toml
 DEMO := build/demo
 ARGS ?=
 
@@ -37,10 +40,10 @@ test: setup ## Run all tests of the template
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: setup ## Lint and formatting; changes nothing
-	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+	$(RUFF) check $(ONE) . && $(RUFF) format $(ONE) --check .
 
 format: setup ## Format the code and sort its imports
-	$(PYTHON) -m ruff check --quiet --fix --select I . && $(PYTHON) -m ruff format .
+	$(RUFF) check $(ONE) --quiet --fix --select I . && $(RUFF) format $(ONE) .
 
 clean: ## Remove what the other targets made
 	rm -rf .venv build .pytest_cache .ruff_cache

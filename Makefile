@@ -4,8 +4,8 @@
 PYTHON := .venv/bin/python
 UV := .venv/bin/uv
 RUFF := $(PYTHON) -m ruff
-# Without this ruff obeys the pyproject.toml of the project that is still to be rendered.
-ONE := --config pyproject.toml
+# Else ruff obeys the pyproject.toml of the project still to be rendered, and leaves a cache there.
+ONE := --config pyproject.toml --no-cache
 DEMO := build/demo
 ARGS ?=
 

@@ -26,7 +26,7 @@ DISK_NEEDED = "about 1 GB"
 ENVIRONMENT_FAULTS = {
     "no network": r"dns error|failed to lookup|name resolution|could not connect|connection"
     r" (refused|reset|error)|network is unreachable|timed? ?out|error sending request|failed to"
-    r" fetch|offline|max retries|proxy|certificate|could not find a version|was not found in the",
+    r" fetch|offline|max retries|proxy|certificate|from versions: none|was not found in the cache",
     "the disk is full": r"no space left|disk quota|errno 28",
     "no matching Python": r"no interpreter found|no python|requires-python|requires a different",
     "no permission to write": r"permission denied|read-only file system",
@@ -198,15 +198,17 @@ def find_python():
     found = []
     for candidate in candidates:
         code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
-        result = subprocess.run(
-            [candidate, "-I", "-c", code], capture_output=True, text=True, check=False
-        )
+        command = [candidate, "-I", "-c", code]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:  # gone, or not a program
+            continue
         version = tuple(map(int, result.stdout.split())) if result.returncode == 0 else ()
         if version >= PYTHON:
             return candidate
         found.append(".".join(map(str, version)) or "one without venv")
     raise Skipped(
-        f"the project needs Python {'.'.join(map(str, PYTHON))} or later; found {', '.join(found)}."
+        f"the project needs Python {'.'.join(map(str, PYTHON))} or later; found {', '.join(found) or 'none'}."
         " Install one, or uv, which brings its own"
     )
 

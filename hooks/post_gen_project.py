@@ -207,8 +207,9 @@ def find_python():
         if version >= PYTHON:
             return candidate
         found.append(".".join(map(str, version)) or "one without venv")
+    needed, have = ".".join(map(str, PYTHON)), ", ".join(found) or "none"
     raise Skipped(
-        f"the project needs Python {'.'.join(map(str, PYTHON))} or later; found {', '.join(found) or 'none'}."
+        f"the project needs Python {needed} or later; found {have}."
         " Install one, or uv, which brings its own"
     )
 

@@ -44,7 +44,7 @@ class Failed(Exception):
 def main(answers):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, interrupt)
     project = Path.cwd()
     mode = os.environ.get("FLAX_TEMPLATE_SMOKE_TEST", answers["smoke_test"])
     try:
@@ -77,6 +77,11 @@ def main(answers):
             say(f"    {name:<14} {value}")
     say("Next:", f"    cd {project.name}", "    make train", "    make help")
     return 0
+
+
+def interrupt(number, frame):
+    # Not by way of SIGINT: that is ignored where a shell started this in the background.
+    raise KeyboardInterrupt
 
 
 def say(*lines):

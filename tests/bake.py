@@ -24,6 +24,7 @@ def isolated(home, **env):
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # Without compiled files each child compiles cookiecutter anew: 1.1 s instead of 0.4.
     unwanted = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    unwanted += ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # of the `make test` that runs the tests
     inherited = {key: value for key, value in os.environ.items() if key not in unwanted}
     return {
         "UV_CACHE_DIR": str(cache / "uv"),

@@ -583,6 +583,10 @@ def test_interrupted(out, notes, name, moment):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # As on a terminal; tests that run in the background inherit an ignored SIGINT.
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        if name == "SIGINT"
+        else None,
     )
     until = time.monotonic() + 60
     while not (notes / "pid").exists() and time.monotonic() < until:

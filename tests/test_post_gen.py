@@ -141,7 +141,7 @@ def test_what_is_said_when_it_passed(out, notes):
     assert versions.startswith("python -I -c ")
     assert smoke == f"python {project}/tests/smoke.py"
     make = ["make", "-n", "smoke"]
-    dry = subprocess.run(make, cwd=project, capture_output=True, text=True, check=True)
+    dry = bake.run(make, home=notes / "home", cwd=project)
     assert dry.stdout == ".venv/bin/python tests/smoke.py\n"  # the same, and setup is done
 
 

@@ -56,51 +56,6 @@ def train_step(
     return new, jax.tree.map(lambda x: jnp.where(finite, x, 0), metrics)
 
 
-def compile_train_step(
-    config: Config, state: TrainState, split: Split, mesh: jax.sharding.Mesh
-) -> tuple[Callable, Callable, dict[str, float | None]]:
-    """Compile the step for this abstract state, ahead of time.
-
-    Returns the step (state, totals, batch) -> (state, totals, guard), a function that makes totals
-    of zero, and what the step costs. The step adds its metrics to the totals on the device, so that
-    they need to be fetched once in a log interval only; the guard is the state's counters. State
-    and totals are donated: the ones passed in cannot be used again.
-    """
-    schedule = create_schedule(config.optimizer, config.total_steps)
-    rows = split.rows(np.zeros(1, np.int64))
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            (config.batch_size, *x.shape[1:]), x.dtype, sharding=batch_sharding(mesh)
-        )
-        for name, x in rows.items()
-    }
-    update = functools.partial(train_step, config=config, schedule=schedule)
-    metrics = jax.eval_shape(update, state, batch)[1]
-    fresh_totals = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics),
-        out_shardings=replicated(mesh),
-    )
-
-    @functools.wraps(train_step)
-    def step(state, totals, batch):
-        state, metrics = update(state, batch)
-        guard = {name: getattr(state, name) for name in GUARD}
-        return state, jax.tree.map(jnp.add, totals, metrics), guard
-
-    shardings = jax.tree.map(lambda x: x.sharding, state), replicated(mesh), replicated(mesh)
-    began = time.monotonic()
-    compiled = (
-        jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-        .lower(state, jax.eval_shape(fresh_totals), batch)
-        .compile()
-    )
-    costs = {
-        "compile_seconds": time.monotonic() - began,
-        "model_flops_per_step": (compiled.cost_analysis() or {}).get("flops"),
-    }
-    return compiled, fresh_totals, costs
-
-
 def compute_gradients(
     state: TrainState, batch: Batch, config: Config
 ) -> tuple[dict, Metrics, dict]:
@@ -147,3 +102,48 @@ def eval_step(state: TrainState, batch: Batch) -> Metrics:
     """Metrics of one batch with dropout off and batch normalisation on its running averages."""
     outputs, _ = state.apply_fn(state.eval_variables, task.model_inputs(batch), train=False)
     return task.loss_and_metrics(outputs, batch)
+
+
+def compile_train_step(
+    config: Config, state: TrainState, split: Split, mesh: jax.sharding.Mesh
+) -> tuple[Callable, Callable, dict[str, float | None]]:
+    """Compile the step for this abstract state, ahead of time.
+
+    Returns the step (state, totals, batch) -> (state, totals, guard), a function that makes totals
+    of zero, and what the step costs. The step adds its metrics to the totals on the device, so that
+    they need to be fetched once in a log interval only; the guard is the state's counters. State
+    and totals are donated: the ones passed in cannot be used again.
+    """
+    schedule = create_schedule(config.optimizer, config.total_steps)
+    rows = split.rows(np.zeros(1, np.int64))
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (config.batch_size, *x.shape[1:]), x.dtype, sharding=batch_sharding(mesh)
+        )
+        for name, x in rows.items()
+    }
+    update = functools.partial(train_step, config=config, schedule=schedule)
+    metrics = jax.eval_shape(update, state, batch)[1]
+    fresh_totals = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics),
+        out_shardings=replicated(mesh),
+    )
+
+    @functools.wraps(train_step)
+    def step(state, totals, batch):
+        state, metrics = update(state, batch)
+        guard = {name: getattr(state, name) for name in GUARD}
+        return state, jax.tree.map(jnp.add, totals, metrics), guard
+
+    shardings = jax.tree.map(lambda x: x.sharding, state), replicated(mesh), replicated(mesh)
+    began = time.monotonic()
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+        .lower(state, jax.eval_shape(fresh_totals), batch)
+        .compile()
+    )
+    costs = {
+        "compile_seconds": time.monotonic() - began,
+        "model_flops_per_step": (compiled.cost_analysis() or {}).get("flops"),
+    }
+    return compiled, fresh_totals, costs

@@ -33,6 +33,10 @@ ENVIRONMENT_FAULTS = {
 }
 
 
+# What it prints when the versions that pyproject.toml asks for do not go together or do not exist.
+UNSOLVABLE = r"no solution found|resolutionimpossible|no matching distribution|conflicting dep"
+
+
 class Skipped(Exception):
     """The smoke test cannot be made on this machine; says why."""
 
@@ -46,11 +50,13 @@ def main(answers):
         stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, interrupt)
     project = Path.cwd()
-    mode = os.environ.get("FLAX_TEMPLATE_SMOKE_TEST", answers["smoke_test"])
+    override = os.environ.get("FLAX_TEMPLATE_SMOKE_TEST")
+    is_known = override in ("auto", "required", "off")
+    mode = override if is_known else answers["smoke_test"]
     try:
         check_files(project)
-        if mode not in ("auto", "required", "off"):
-            raise Skipped(f"FLAX_TEMPLATE_SMOKE_TEST={mode} is none of auto, required, off")
+        if override is not None and not is_known:
+            raise Skipped(f"FLAX_TEMPLATE_SMOKE_TEST={override} is none of auto, required, off")
         if mode == "off":
             outcome = "Smoke test off."
         elif compares_versions():
@@ -68,6 +74,9 @@ def main(answers):
         say(f"Smoke test FAILED: {reason}", *keeping(project))
         return 1
     except KeyboardInterrupt:
+        if mode == "required":
+            say("Interrupted before the required smoke test was finished.", *keeping(project))
+            return 1
         say(f"Interrupted. The project is complete at {project}; its environment may not be.")
         say("To go on: make setup, then make smoke")
         return 0
@@ -182,11 +191,13 @@ def prepare_environment(project, python):
             raise Skipped(f"the packages were not installed after {INSTALL_LIMIT} s")
         if code != 0:
             lines = [line.strip() for line in log.splitlines() if line.strip()]
-            fault = environment_fault(log) or "the packages cannot be installed"
+            words = f"(the installer's last words: {' '.join(lines[-3:])[-300:]})"
+            fault = environment_fault(log)
+            if fault is None and re.search(UNSOLVABLE, log, re.IGNORECASE):
+                raise Failed(f"the versions in pyproject.toml cannot be installed {words}")
+            fault = fault or "the packages cannot be installed"
             need = f", {DISK_NEEDED} needed" if "disk" in fault else ""
-            raise Skipped(
-                f"{fault}{need} (the installer's last words: {' '.join(lines[-3:])[-300:]})"
-            )
+            raise Skipped(f"{fault}{need} {words}")
 
 
 def environment_fault(log, only=tuple(ENVIRONMENT_FAULTS)):

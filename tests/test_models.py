@@ -57,12 +57,19 @@ def as_nnx(tree, like):
     return filled
 
 
-def test_given_the_same_weights_outputs_and_gradients_agree(projects):
+@pytest.fixture
+def pair(projects):
+    """Both models, images, the weights in either form, and the form of the NNX ones."""
     linen, nnx = (build(projects[api][1]) for api in ("linen", "nnx"))
     images = jax.random.uniform(jax.random.key(1), (6, 8, 8, 1))
     variables = linen.init(jax.random.key(0))
     template = nnx.init(jax.random.key(0))
     same = {name: as_nnx(variables[name], template[name]) for name in variables}
+    return linen, nnx, images, variables, same, template
+
+
+def test_given_the_same_weights_outputs_and_gradients_agree(pair):
+    linen, nnx, images, variables, same, template = pair
     assert jax.tree.map(np.shape, same) == jax.tree.map(np.shape, template)
 
     def outputs(model, variables, train):
@@ -86,12 +93,8 @@ def test_given_the_same_weights_outputs_and_gradients_agree(projects):
     )
 
 
-def test_training_moves_the_batch_statistics_alike(projects):
-    linen, nnx = (build(projects[api][1]) for api in ("linen", "nnx"))
-    images = jax.random.uniform(jax.random.key(1), (6, 8, 8, 1))
-    variables = linen.init(jax.random.key(0))
-    template = nnx.init(jax.random.key(0))
-    same = {name: as_nnx(variables[name], template[name]) for name in variables}
+def test_training_moves_the_batch_statistics_alike(pair):
+    linen, nnx, images, variables, same, template = pair
     key = jax.random.key(2)
     _, expected = linen.apply(variables, images, train=True, key=key)
     _, got = nnx.apply(same, images, train=True, key=key)

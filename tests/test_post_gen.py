@@ -250,6 +250,13 @@ def test_required_makes_a_skip_a_failure(out, notes):
     assert list(out.iterdir()) == []
 
 
+def test_versions_that_do_not_go_together_are_a_failure(out, notes):
+    """Of the template, not of the machine: skipping would hide it."""
+    order = {"ON_INSTALL": "echo 'No solution found: only jax<=0.12 is available'; exit 1"}
+    assert_failed(generate(out, notes, order), "cannot be installed", "only jax<=0.12")
+    assert list(out.iterdir()) == []
+
+
 def test_a_disk_that_is_full_in_the_smoke_test_skips(out, notes):
     order = {"ON_SMOKE": "echo 'OSError: [Errno 28] No space left on device'; exit 1"}
     assert_skipped(generate(out, notes, order), out, "the disk is full", venv=True)
@@ -436,6 +443,7 @@ def test_what_is_no_fault_of_the_machine(log):
         ("off", "required", 0, "Smoke test off."),
         ("auto", "required", 0, "Smoke test SKIPPED: no network"),
         ("required", "off", 1, "It was required"),
+        ("maybe", "required", 1, "It was required"),
         ("maybe", "auto", 0, "FLAX_TEMPLATE_SMOKE_TEST=maybe is none of auto, required, off"),
         (None, "off", 0, "Smoke test off."),
     ],
@@ -571,8 +579,26 @@ def test_a_broken_file_is_a_failure_without_any_environment(
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("moment", ["ON_INSTALL", "ON_SMOKE"])
 def test_interrupted(out, notes, name, moment):
+    process = interrupted(out, notes, name, moment)
+    assert "Interrupted. The project is complete at" in process.said
+    assert "make setup, then make smoke" in process.said
+    assert "Traceback" not in process.said
+    assert process.returncode == (1 if name == "SIGINT" else 0)
+    assert gone((notes / "pid").read_text())
+    assert_kept(out, venv=moment == "ON_SMOKE")
+
+
+def test_interrupting_a_required_smoke_test_is_a_failure(out, notes):
+    process = interrupted(out, notes, "SIGTERM", "ON_SMOKE", "smoke_test=required")
+    assert "Interrupted before the required smoke test was finished." in process.said
+    assert "--keep-project-on-failure" in process.said
+    assert process.returncode == 1
+    assert list(out.iterdir()) == []
+
+
+def interrupted(out, notes, name, moment, *answers):
     """Ctrl-C goes to every process of the terminal; SIGTERM, here, to the hook alone."""
-    command = [sys.executable, "-m", "cookiecutter", bake.ROOT, "--no-input", "-o", out]
+    command = [sys.executable, "-m", "cookiecutter", bake.ROOT, "--no-input", "-o", out, *answers]
     order = 'sleep 600 & echo $! > "$NOTES/new"; ps -o ppid= -p $PPID > "$NOTES/hook"; '
     order += 'cp "$NOTES/new" "$NOTES/pid"; wait'
     env = bake.isolated(notes / "home", **environment(notes, **{moment: order}))
@@ -596,13 +622,8 @@ def test_interrupted(out, notes, name, moment):
         os.killpg(process.pid, signal.SIGINT)
     else:
         os.kill(int((notes / "hook").read_text()), signal.SIGTERM)
-    said, _ = process.communicate(timeout=30)
-    assert "Interrupted. The project is complete at" in said
-    assert "make setup, then make smoke" in said
-    assert "Traceback" not in said
-    assert process.returncode == (1 if name == "SIGINT" else 0)
-    assert gone((notes / "pid").read_text())
-    assert_kept(out, venv=moment == "ON_SMOKE")
+    process.said, _ = process.communicate(timeout=30)
+    return process
 
 
 # --- run() ---------------------------------------------------------------------------------------

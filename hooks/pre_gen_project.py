@@ -24,7 +24,7 @@ from typing import NamedTuple
 # --- What is refused -----------------------------------------------------------------------------
 
 CHOICES = {
-    "task": ("image_classification",),
+    "task": ("image_classification", "language_model"),
     "flax_api": ("linen", "nnx"),
     "accelerator": ("cpu", "cuda12", "cuda13", "tpu"),
     "smoke_test": ("auto", "required", "off"),

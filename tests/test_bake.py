@@ -33,8 +33,8 @@ FILES = {
     *("my_flax_project/task.py", "my_flax_project/train.py", "my_flax_project/train_state.py"),
     *("my_flax_project/train_step.py", "my_flax_project/workdir.py"),
     *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_run.py"),
-    "tests/test_train_step.py",
-}
+    *("tests/test_task.py", "tests/test_train_step.py", "my_flax_project/bench.py"),
+}  # of the first choice of each question
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 
 
@@ -43,6 +43,11 @@ def render(out, **answers):
     private = {key: value for key, value in SETTINGS.items() if key[0] == "_" != key[1]}
     context = {"cookiecutter": private | with_derived(GOOD | answers)}
     return Path(generate_files(bake.ROOT, context, out, accept_hooks=False))
+
+
+def files_of(task):
+    """Names of the files of a project of this task."""
+    return FILES if task == "image_classification" else FILES - {"my_flax_project/digits.npz"}
 
 
 def files_in(project):
@@ -87,8 +92,9 @@ def template_copy(tmp_path_factory):
 # --- Every file ----------------------------------------------------------------------------------
 
 
-def test_the_files_are_these(project):
-    assert files_in(project) == FILES
+@pytest.mark.parametrize(("task", "flax_api"), COMBINATIONS)
+def test_the_files_are_these(tmp_path, task, flax_api):
+    assert files_in(render(tmp_path, task=task, flax_api=flax_api)) == files_of(task)
 
 
 def test_the_readme_lists_every_file(project):
@@ -141,29 +147,50 @@ def test_ruff_finds_nothing(tmp_path, accelerator):
             assert result.returncode == 0, result.stdout + result.stderr
 
 
+# What may differ between two projects that differ in one answer.
+TASK = {"README.md", "tests/test_task.py", "my_flax_project/digits.npz"}
+TASK |= {f"my_flax_project/{name}.py" for name in ("data", "model", "task")}
+DIFFERING = {
+    "project_name": {"README.md", "pyproject.toml"},
+    "author_name": {"pyproject.toml"},
+    "task": TASK,
+    "flax_api": {"my_flax_project/model.py"},
+    "accelerator": {"Makefile", "xla_flags.env"},
+    "smoke_test": set(),
+}
+
+
+def choices(question):
+    return SETTINGS[question] if isinstance(SETTINGS[question], list) else ["One", "Another"]
+
+
+@pytest.mark.parametrize("question", DIFFERING)
+@pytest.mark.parametrize(("task", "flax_api"), COMBINATIONS)
+def test_an_answer_changes_these_files_only(tmp_path, question, task, flax_api):
+    bakes = []
+    for i, choice in enumerate(choices(question)):
+        answers = {"task": task, "flax_api": flax_api} | {question: choice}
+        project = render(tmp_path / str(i), project_slug="net", **answers)
+        bakes.append({name: (project / name).read_bytes() for name in files_in(project)})
+    allowed = {name.replace("my_flax_project", "net") for name in DIFFERING[question]}
+    found = set()
+    for a, b in itertools.combinations(bakes, 2):
+        differing = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+        assert differing <= allowed
+        found |= differing
+    assert found == allowed
+
+
 @pytest.mark.parametrize("accelerator", SETTINGS["accelerator"])
-def test_the_accelerator_is_one_word_in_two_files(tmp_path, accelerator):
-    default = texts(render(tmp_path / "default"))
-    other = texts(render(tmp_path / "other", accelerator=accelerator))
+def test_the_accelerator_is_an_extra(tmp_path, accelerator):
+    makefile = (render(tmp_path, accelerator=accelerator) / "Makefile").read_text(encoding="utf-8")
     extras = "dev" if accelerator == "cpu" else f"{accelerator},dev"
-    assert f"\nEXTRAS := {extras}\n" in other["Makefile"]
-    allowed = {"Makefile", "xla_flags.env"}
-    assert {name for name in default if default[name] != other[name]} <= allowed
-
-
-def test_the_api_changes_the_model_only(tmp_path):
-    for task in SETTINGS["task"]:
-        bakes = [
-            texts(render(tmp_path / task / flax_api, task=task, flax_api=flax_api))
-            for flax_api in SETTINGS["flax_api"]
-        ]
-        for other in bakes[1:]:
-            differing = {name for name in other if other[name] != bakes[0][name]}
-            assert differing == {"my_flax_project/model.py"}
+    assert f"\nEXTRAS := {extras}\n" in makefile
 
 
 def test_file_names_are_legal_everywhere():
     names = [path for path in files_in(TEMPLATE) if "__pycache__" not in path]
+    assert not any(re.search(r'[<>:"|?*\\]', name) for name in names)
     assert len(FILES) == len({name.lower() for name in FILES})
     for name in FILES:
         assert re.fullmatch(r"[A-Za-z0-9_./-]+", name)
@@ -180,15 +207,19 @@ def test_only_include_stubs_have_jinja_in_python():
     stubs = 0
     for path in [*TEMPLATE.rglob("*.py"), *(bake.ROOT / "templates").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
-        if path.parent == package and re.fullmatch(r"\{% include '.*' %\}", text):
+        if path.parent in (package, TEMPLATE / "tests") and re.fullmatch(
+            r"\{% include '.*' %\}", text
+        ):
             stubs += 1
         else:
             assert not re.search(r"\{[{%#]", text), path
-    assert stubs == 3  # data, model, task
+    assert stubs == 4  # data, model, task, test_task
 
 
 def test_every_variant_is_used():
-    wanted = {f"{name}_{task}.py" for name in ("data", "task") for task in SETTINGS["task"]}
+    wanted = {
+        f"{name}_{task}.py" for name in ("data", "task", "test_task") for task in SETTINGS["task"]
+    }
     wanted |= {f"model_{task}_{flax_api}.py" for task, flax_api in COMBINATIONS}
     assert {path.name for path in (bake.ROOT / "templates").glob("*.py")} == wanted
 
@@ -196,10 +227,12 @@ def test_every_variant_is_used():
 def test_git_fixes_the_line_endings(project):
     for root in (bake.ROOT, project):
         lines = (root / ".gitattributes").read_text(encoding="utf-8").splitlines()
-        assert lines == ["* text=auto eol=lf", "*.npz binary"]
+        # In the template the condition for the data set is a part of its file name.
+        npz = "*.npz*" if root == bake.ROOT else "*.npz"
+        assert lines == ["* text=auto eol=lf", f"{npz} binary"]
     for path in (TEMPLATE, bake.ROOT / "hooks", bake.ROOT / "templates"):
         for file in path.rglob("*"):
-            if file.is_file() and file.suffix not in (".npz", ".pyc"):
+            if file.is_file() and ".npz" not in file.name and file.suffix != ".pyc":
                 assert b"\r" not in file.read_bytes(), file
 
 
@@ -408,8 +441,9 @@ def test_permissions_under_a_umask(out):
     command = [sys.executable, "-m", "cookiecutter", bake.ROOT, "--no-input", "-o", out]
     result = bake.run(["sh", "-c", 'umask 077; "$@"', "sh", *command, "smoke_test=off"])
     project = generated(result, out)
+    sources = {bake.render(path, GOOD): TEMPLATE / path for path in files_in(TEMPLATE)}
     for name in FILES:
-        path, source = project / name, TEMPLATE / name.replace("my_flax_project", TEMPLATE.name)
+        path, source = project / name, sources[name]
         mode = stat.S_IMODE(path.stat().st_mode)
         if name == "launch.sh":
             assert mode == 0o755

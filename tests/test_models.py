@@ -1,7 +1,6 @@
-"""The Linen and the NNX file of a model are the same network; only model.py tells them apart."""
+"""The Linen and the NNX file of a model are the same network."""
 
 import dataclasses
-import filecmp
 import importlib
 import sys
 
@@ -10,102 +9,145 @@ import jax
 import numpy as np
 import pytest
 
+TASKS = ("image_classification", "language_model")
+# A setting that changes the structure of the network.
+VARIANTS = [(task, {}) for task in TASKS] + [("language_model", {"tie_embeddings": True})]
+
 
 @pytest.fixture(scope="module")
-def projects(tmp_path_factory):
-    """Two generated projects that differ in flax_api: {api: (directory, package)}."""
+def packages(tmp_path_factory):
+    """The packages of all combinations, by (task, api). Those of one name would clash."""
     root, made = tmp_path_factory.mktemp("models"), {}
-    for api in ("linen", "nnx"):
-        result = bake.run_cookiecutter(
-            root / api, flags=("--no-input", "--accept-hooks", "no"), flax_api=api
-        )
-        assert result.returncode == 0, result.stderr
-        # Two packages of one name cannot be imported side by side.
-        directory = root / api / "my_flax_project"
-        package = (directory / "my_flax_project").rename(directory / f"package_{api}").name
-        sys.path.insert(0, str(directory))
-        made[api] = (directory, package)
+    sys.path.insert(0, str(root))
+    for task in TASKS:
+        for api in ("linen", "nnx"):
+            output = root / f"{task}_{api}_project"
+            flags = ("--no-input", "--accept-hooks", "no")
+            result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
+            assert result.returncode == 0, result.stderr
+            package = output / "my_flax_project" / "my_flax_project"
+            made[task, api] = package.rename(root / f"{task}_{api}").name
     yield made
-    for directory, _ in made.values():
-        sys.path.remove(str(directory))
+    sys.path.remove(str(root))
 
 
-def build(package):
-    """(Model, its tiny configuration) for images of 8 by 8 pixels."""
-    module = importlib.import_module(f"{package}.model")
-    config = dataclasses.replace(module.TINY, features=(8, 16))
-    inputs = jax.ShapeDtypeStruct((1, 8, 8, 1), np.float32)
-    return module.create_model(config, inputs, 10, np.float32)
+def place_of(task, name):
+    """Where a leaf lies in the NNX variables, by its path in Linen's."""
+    if task == "language_model":  # block_0/mlp/up/kernel is blocks/0/mlp/up/kernel
+        first, *rest = name
+        number = first.removeprefix("block_")
+        return ("blocks", int(number), *rest) if number != first else name
+    layer, leaf = name
+    kind, number = layer.split("_")
+    if kind == "Dense":
+        return ("head", leaf)
+    member = {"Conv": "conv", "BatchNorm": "norm"}[kind]
+    return ("blocks", int(number) // 2, int(number) % 2, member, leaf)
 
 
-# Position of a layer in NNX by its name in Linen.
-LAYERS = {"Dense_0": ("head",)}
-for index in range(4):
-    place = ("blocks", index // 2, index % 2)
-    LAYERS |= {f"Conv_{index}": (*place, "conv"), f"BatchNorm_{index}": (*place, "norm")}
+def paths(tree):
+    """Leaves by their path, a tuple of keys."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(getattr(key, "key", None) for key in path): leaf for path, leaf in leaves}
 
 
-def as_nnx(tree, like):
-    """The Linen variables of one collection in the form of the NNX ones."""
-    filled = jax.tree.map(lambda x: x, like)
-    for name, leaves in tree.items():
-        target = filled
-        for key in LAYERS[name]:
-            target = target[key]
-        assert target.keys() == leaves.keys()
-        target.update(leaves)
-    return filled
+def as_nnx(task, tree, like):
+    """Linen's variables in the form of NNX's."""
+    found = {place_of(task, path): leaf for path, leaf in paths(tree).items()}
+    assert {path: x.shape for path, x in found.items()} == {
+        path: x.shape for path, x in paths(like).items()
+    }
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: found[tuple(key.key for key in path)], like
+    )
 
 
-@pytest.fixture
-def pair(projects):
-    """Both models, images, the weights in either form, and the form of the NNX ones."""
-    linen, nnx = (build(projects[api][1]) for api in ("linen", "nnx"))
-    images = jax.random.uniform(jax.random.key(1), (6, 8, 8, 1))
-    variables = linen.init(jax.random.key(0))
-    template = nnx.init(jax.random.key(0))
-    same = {name: as_nnx(variables[name], template[name]) for name in variables}
-    return linen, nnx, images, variables, same, template
+@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join([variant[0], *variant[1]]))
+def pair(request, packages):
+    """(Linen model, its variables, NNX model, the same variables, inputs, task)."""
+    task, changes = request.param
+    if task == "image_classification":
+        inputs = jax.random.uniform(jax.random.key(1), (6, 8, 8, 1))
+        changes, outputs = {"features": (8, 16)}, 10
+    else:
+        inputs = jax.random.randint(jax.random.key(1), (6, 16), 0, 256)
+        changes, outputs = changes | {"depth": 2}, 256
+    models = []
+    for api in ("linen", "nnx"):
+        module = importlib.import_module(f"{packages[task, api]}.model")
+        config = dataclasses.replace(module.TINY, **changes)
+        shape = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
+        models.append(module.create_model(config, shape, outputs, np.float32))
+    linen, nnx = models
+    variables, like = linen.init(jax.random.key(0)), nnx.init(jax.random.key(0))
+    same = {name: as_nnx(task, variables[name], like[name]) for name in variables}
+    return linen, variables, nnx, same, inputs, task
+
+
+def outputs(model, variables, inputs, **train):
+    return model.apply(variables, inputs, **train or {"train": False})[0]
 
 
 def test_given_the_same_weights_outputs_and_gradients_agree(pair):
-    linen, nnx, images, variables, same, template = pair
-    assert jax.tree.map(np.shape, same) == jax.tree.map(np.shape, template)
-
-    def outputs(model, variables, train):
-        key = jax.random.key(2) if train else None
-        return model.apply(variables, images, train=train, key=key)[0]
-
+    linen, variables, nnx, same, inputs, task = pair
     np.testing.assert_allclose(
-        outputs(linen, variables, False), outputs(nnx, same, False), rtol=1e-5, atol=1e-5
+        outputs(linen, variables, inputs), outputs(nnx, same, inputs), rtol=1e-5, atol=1e-5
     )
 
     def gradients(model, variables):
         def loss(params):
-            return (outputs(model, variables | {"params": params}, False) ** 2).sum()
+            logits = outputs(model, variables | {"params": params}, inputs)
+            return (jax.nn.log_softmax(logits)[..., 3]).mean()
 
-        return jax.grad(loss)(variables["params"])
+        return jax.jit(jax.grad(loss))(variables["params"])
 
-    expected = as_nnx(gradients(linen, variables), template["params"])
-    difference = jax.tree.map(lambda a, b: float(abs(a - b).max()), expected, gradients(nnx, same))
-    assert max(jax.tree.leaves(difference)) < 1e-5 * max(
-        1, float(abs(expected["head"]["kernel"]).max())
-    )
+    got = gradients(nnx, same)
+    expected = as_nnx(task, gradients(linen, variables), got)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    assert max(float(abs(x).max()) for x in jax.tree.leaves(got)) > 1e-2
+
+
+def test_new_weights_are_drawn_alike(pair):
+    _, _, nnx, same, _, _ = pair
+    drawn = nnx.init(jax.random.key(7))
+
+    def check(a, b):
+        if a.ndim > 1:
+            np.testing.assert_allclose(a.std(), b.std(), rtol=0.3)
+        else:
+            np.testing.assert_array_equal(a, b)  # zeros, or ones
+
+    jax.tree.map(check, same, drawn)
 
 
 def test_training_moves_the_batch_statistics_alike(pair):
-    linen, nnx, images, variables, same, template = pair
+    linen, variables, nnx, same, inputs, task = pair
     key = jax.random.key(2)
-    _, expected = linen.apply(variables, images, train=True, key=key)
-    _, got = nnx.apply(same, images, train=True, key=key)
-    expected = as_nnx(expected, template["batch_stats"])
+    _, expected = linen.apply(variables, inputs, train=True, key=key)
+    _, got = nnx.apply(same, inputs, train=True, key=key)
+    expected = as_nnx(task, expected, got)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, got)
 
 
-def test_only_model_py_differs_between_the_apis(projects):
-    directories = [projects[api][0] for api in ("linen", "nnx")]
-    packages = [projects[api][0] / projects[api][1] for api in ("linen", "nnx")]
-    for a, b, expected in ((*packages, ["model.py"]), (*directories, [])):
-        names = [path.name for path in a.iterdir() if path.is_file()]
-        _, different, missing = filecmp.cmpfiles(a, b, names, shallow=False)
-        assert (different, missing) == (expected, [])
+def test_recomputing_blocks_changes_no_gradient(packages):
+    for api in ("linen", "nnx"):
+        module = importlib.import_module(f"{packages['language_model', api]}.model")
+        tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256)
+        found = []
+        for remat in (False, True):
+            config = dataclasses.replace(module.TINY, depth=2, dropout_rate=0.3, remat=remat)
+            shape = jax.ShapeDtypeStruct((1, 16), np.int32)
+            model = module.create_model(config, shape, 256, np.float32)
+            variables = model.init(jax.random.key(0))
+
+            def loss(params, model=model, tokens=tokens):
+                logits, _ = model.apply(
+                    {"params": params, "batch_stats": {}}, tokens, train=True, key=jax.random.key(3)
+                )
+                return (logits**2).mean()
+
+            grad = jax.jit(jax.grad(loss))
+            found.append(grad(variables["params"]))
+            recomputed = str(jax.make_jaxpr(grad)(variables["params"])).count("remat")
+            assert (recomputed > 0) == remat
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)

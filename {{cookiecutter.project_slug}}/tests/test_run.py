@@ -17,7 +17,8 @@ def leaves(module, path):
 
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(module, config, dataset, tmp_path):
     main = module("train").main
-    stopped = main(dataclasses.replace(config, stop_after_step=4))
+    threads = dataclasses.replace(config.data, workers=2)  # change nothing
+    stopped = main(dataclasses.replace(config, stop_after_step=4, data=threads))
     assert (stopped["status"], stopped["step"], stopped["eval"]) == ("preempted", 4, None)
     resumed = main(config)
     straight = main(dataclasses.replace(config, workdir=str(tmp_path / "straight")))

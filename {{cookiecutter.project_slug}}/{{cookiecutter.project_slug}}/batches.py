@@ -61,11 +61,18 @@ def local_rows(batch_size: int) -> slice:
 
 def place(batch: dict[str, np.ndarray], size: int, sharding) -> dict[str, jax.Array]:
     """Put this process's rows on its devices, as its part of global arrays of `size` rows."""
+    if len(sharding.device_set) == 1:
+        # As part of a compiled call a transfer takes a tenth of the time of jax.device_put.
+        with jax.transfer_guard_host_to_device("allow"):
+            return transfer(batch)
 
     def put(rows):
         return jax.make_array_from_process_local_data(sharding, rows, (size, *rows.shape[1:]))
 
     return jax.tree.map(put, batch)
+
+
+transfer = jax.jit(lambda batch: batch)
 
 
 def prefetch(make_batch, arguments: range, workers: int) -> Generator:

@@ -34,8 +34,8 @@ class DataConfig:
     """The data set that comes with the project, or your own at --data.path."""
     path: str | None = None
     """Where your own data is (data.py says in which form)."""
-    workers: int = 1
-    """Threads that prepare batches ahead of their use (0 = prepare them in the loop)."""
+    workers: int = 0
+    """Threads that prepare batches ahead (0 = prepared in the loop: best for data in memory)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Config:
     """Steps between two log lines."""
     eval_every: int | None = None
     """Steps between two evaluations (0 = off; default: one epoch)."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 1000
     """Steps between two checkpoints (0 = off); a new best and the last step are always saved."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the computation; parameters, optimizer and loss stay in float32."""

@@ -161,8 +161,8 @@ def parse_settings(arguments: list[str]) -> Config:
         tyro.cli,
         Config,
         args=arguments,
-        prog=f"python -m {__package__}.train",
-        description="Train a model, or resume a run.",
+        prog=f"python -m {__package__}.{Path(sys.argv[0]).stem}",
+        description="All settings. A --workdir with an earlier run in it provides the defaults.",
     )
     config = cli()
     saved = config.workdir and saved_config(Path(config.workdir).expanduser())

@@ -1,0 +1,183 @@
+"""The network and its settings. This is the file to edit first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    context: int = 128
+    """Tokens (bytes) that the network sees at once."""
+    width: int = 128
+    """Features of each token."""
+    depth: int = 3
+    """Number of blocks."""
+    heads: int = 4
+    """Attention heads of each block; they share the width."""
+    dropout_rate: float = 0.0
+    """Share of the features that dropout sets to zero after each attention and each MLP."""
+    tie_embeddings: bool = False
+    """Compute the logits with the embedding's parameters instead of a layer of their own."""
+    remat: bool = False
+    """Compute each block again in the backward pass instead of storing it: slower, less memory."""
+
+    def check(self, require: Callable[..., None]) -> None:
+        """Call require(holds, name, value, rule) for every rule of these settings."""
+        for name in ("context", "width", "depth", "heads"):
+            value = getattr(self, name)
+            require(value >= 1, f"model.{name}", value, "at least 1")
+        rule = f"a multiple of twice --model.heads {self.heads}"
+        require(self.width % (2 * self.heads) == 0, "model.width", self.width, rule)
+        rate = self.dropout_rate
+        require(0 <= rate < 1, "model.dropout_rate", rate, "at least 0 and below 1")
+
+
+TINY = ModelConfig(context=16, width=16, depth=1, heads=2, dropout_rate=0.1)  # for tests
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        def dense():
+            return nnx.Linear(config.width, config.width, use_bias=False, dtype=dtype, rngs=rngs)
+
+        self.heads = config.heads
+        self.query, self.key, self.value, self.out = dense(), dense(), dense(), dense()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, width = x.shape
+        heads = (batch, length, self.heads, width // self.heads)
+        query, key, value = (
+            dense(x).reshape(heads) for dense in (self.query, self.key, self.value)
+        )
+        x = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        return self.out(x.reshape(batch, length, width))
+
+
+class SwiGLU(nnx.Module):
+    """The gated MLP of Shazeer (2020), with as many parameters as a plain one of 4 x width."""
+
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs):
+        hidden = hidden_width(width)
+        self.gate = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each on the normalised residual stream that they add to."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, dtype, rngs)
+        self.mlp_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.mlp = SwiGLU(config.width, dtype, rngs)
+        self.dropout = nnx.Dropout(config.dropout_rate)
+
+    def __call__(self, x: jax.Array, train: bool, rngs: nnx.Rngs | None) -> jax.Array:
+        def dropout(x):
+            return self.dropout(x, deterministic=not train, rngs=rngs)
+
+        x += dropout(self.attention(self.attention_norm(x)))
+        return x + dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nnx.Module):
+    """A decoder: embedding, blocks, norm, and logits for the token that comes next."""
+
+    def __init__(self, config: ModelConfig, num_tokens: int, dtype: Any, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Embed(num_tokens, config.width, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(Block(config, dtype, rngs) for _ in range(config.depth))
+        self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        if not config.tie_embeddings:
+            self.head = nnx.Linear(config.width, num_tokens, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, *, train: bool, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """Tokens int32 [batch, length] to logits [batch, length, num_tokens]."""
+        apply_block = (
+            nnx.remat(Block.__call__, static_argnums=(2,)) if self.config.remat else Block.__call__
+        )
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = apply_block(block, x, train, rngs)
+        x = self.norm(x)
+        return self.embed.attend(x) if self.config.tie_embeddings else self.head(x)
+
+
+def hidden_width(width: int) -> int:
+    """Two thirds of 4 x width, rounded up to a multiple of 32."""
+    return -(-8 * width // 3 // 32) * 32
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al. 2021): turn pairs of features [batch, length, heads, features].
+
+    The angle grows with the position, at a speed of its own for each pair, so that the product of
+    two turned vectors depends on their distance only.
+    """
+    length, features = x.shape[1], x.shape[-1]
+    speeds = 10_000.0 ** -(jnp.arange(0, features, 2, dtype=jnp.float32) / features)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * speeds
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Model(NamedTuple):
+    """A network as two pure functions of its variables {"params": ..., "batch_stats": ...}.
+
+    init(key) returns new variables; apply(variables, inputs, train, key) returns the outputs and
+    the batch statistics after this call. The key draws dropout; evaluation needs none.
+    """
+
+    init: Callable[[jax.Array], dict]
+    apply: Callable[..., tuple[jax.Array, dict]]
+
+
+def create_model(
+    config: ModelConfig, inputs: jax.ShapeDtypeStruct, num_outputs: int, dtype: Any
+) -> Model:
+    """The network for inputs of this shape. It computes in dtype; its parameters are float32.
+
+    The module is split into its structure, kept here, and pure dictionaries of arrays, which the
+    rest of the project sees: passing nnx.State or nnx.jit in the loop costs time at every step.
+    """
+
+    def build(key):
+        network = Transformer(config, num_outputs, dtype, nnx.Rngs(key))
+        graph, params, batch_stats = nnx.split(network, nnx.Param, nnx.BatchStat)
+        return graph, {"params": params, "batch_stats": batch_stats}
+
+    graph, states = nnx.eval_shape(build, jax.random.key(0))
+
+    def init(key):
+        return {name: nnx.to_pure_dict(state) for name, state in build(key)[1].items()}
+
+    def merge(variables):
+        filled = []
+        for name, state in states.items():
+            state = jax.tree.map(lambda x: x, state)
+            nnx.replace_by_pure_dict(state, variables[name])
+            filled.append(state)
+        return nnx.merge(graph, *filled)
+
+    def apply(variables, inputs, *, train, key=None):
+        network = merge(variables)
+        outputs = network(inputs, train=train, rngs=nnx.Rngs(dropout=key) if train else None)
+        batch_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+        return outputs, batch_stats
+
+    return Model(init, apply)

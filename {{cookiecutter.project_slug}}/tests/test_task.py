@@ -1,0 +1,1 @@
+{% include 'test_task_' ~ cookiecutter.task ~ '.py' %}

@@ -1,0 +1,136 @@
+"""Time the loop against its bare step: python -m <package>.bench takes the flags of train."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from . import mesh, stop, train, workdir
+from .config import Config, SettingError
+
+WARM_UP, ROUNDS = 20, 25
+SECONDS = 0.5  # of each round
+
+
+class Finished(Exception):
+    """All rounds were timed."""
+
+
+class Stopwatch:
+    """A compiled train step that times the loop calling it, and itself in between.
+
+    After each round of the loop it runs as many steps on its own: on a copy of the state, with
+    batches that are on the devices already, and nothing else to do. The two are thus measured side
+    by side, whatever else the machine is doing.
+    """
+
+    def __init__(self, step: Callable, fresh_totals: Callable):
+        self.compiled, self.fresh_totals = step, fresh_totals
+        self.batches: list = []
+        self.calls, self.steps, self.began = 0, WARM_UP, 0.0
+        self.loop_ms: list[float] = []
+        self.bare_ms: list[float] = []
+
+    def __call__(self, state, totals, batch):
+        if len(self.batches) < 4:
+            self.batches.append(batch)
+        state, totals, guard = self.compiled(state, totals, batch)
+        self.calls += 1
+        if self.calls == self.steps:
+            jax.block_until_ready(state)
+            self.end_round(state)
+        return state, totals, guard
+
+    def end_round(self, state) -> None:
+        """Note the time of the loop, take that of the bare step, begin the next round."""
+        elapsed = time.perf_counter() - self.began
+        if self.began:  # else it was the warm-up
+            self.loop_ms.append(1000 * elapsed / self.steps)
+        self.bare_ms.append(self.time_bare_steps(state))
+        if not self.began:
+            steps = np.int64(max(1000 * SECONDS / self.bare_ms[0], 5))
+            self.steps = int(multihost_utils.broadcast_one_to_all(steps))
+        if len(self.loop_ms) == ROUNDS:
+            raise Finished
+        self.calls, self.began = 0, time.perf_counter()
+
+    def time_bare_steps(self, state) -> float:
+        """Milliseconds that a step takes on its own."""
+        state, totals = jax.block_until_ready((jax.tree.map(jnp.copy, state), self.fresh_totals()))
+        began = time.perf_counter()
+        for i in range(self.steps):
+            state, totals, _ = self.compiled(state, totals, self.batches[i % len(self.batches)])
+        jax.block_until_ready(state)
+        return 1000 * (time.perf_counter() - began) / self.steps
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Train with these settings until all rounds are timed, and return the times in ms.
+
+    `ratio` is the time of a step in the loop over that of the bare step right before and after, the
+    median of the rounds: what metrics, logging and the input cost. A round with a checkpoint in it
+    stands out in `ratios`. Evaluation is left out.
+    """
+    compile_train_step = train.compile_train_step
+    watches: list[Stopwatch] = []
+
+    def compile_watched(*args):
+        step, fresh_totals, costs = compile_train_step(*args)
+        watches.append(Stopwatch(step, fresh_totals))
+        return watches[0], fresh_totals, costs
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        config = dataclasses.replace(
+            config, workdir=scratch, total_steps=10**9, epochs=None, eval_every=0
+        )
+        train.compile_train_step = compile_watched
+        try:
+            train.main(config)
+        except Finished:
+            mesh.wait_for_all("the end of the benchmark")
+        finally:
+            train.compile_train_step = compile_train_step
+    (watch,) = watches
+    bare_ms = [(a + b) / 2 for a, b in itertools.pairwise(watch.bare_ms)]
+    ratios = [loop / bare for loop, bare in zip(watch.loop_ms, bare_ms, strict=True)]
+    loop_ms = statistics.median(watch.loop_ms)
+    return {
+        "ratio": round(statistics.median(ratios), 4),
+        "loop_ms": round(loop_ms, 4),
+        "bare_ms": round(statistics.median(bare_ms), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "steps_per_round": watch.steps,
+        "examples_per_second": round(1000 * config.batch_size / loop_ms, 2),
+        "platform": jax.default_backend(),
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "versions": workdir.versions(),
+    }
+
+
+def cli() -> int:
+    """Measure with the command line's settings and return the exit code."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the log: only the result is for stdout
+            result = main(workdir.parse_settings(sys.argv[1:]))
+    except SettingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return stop.BAD_SETTING
+    if jax.process_index() == 0:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

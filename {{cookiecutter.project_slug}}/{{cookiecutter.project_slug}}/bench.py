@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 from . import mesh, stop, train, workdir
 from .config import Config, SettingError
 
-WARM_UP, ROUNDS = 20, 25
-SECONDS = 0.5  # of each round
+WARM_UP, LEAST_STEPS, LEAST_ROUNDS = 20, 3, 15
+ROUND, TOTAL = 0.25, 60  # seconds, about
 
 
 class Finished(Exception):
@@ -38,7 +38,7 @@ class Stopwatch:
     def __init__(self, step: Callable, fresh_totals: Callable):
         self.compiled, self.fresh_totals = step, fresh_totals
         self.batches: list = []
-        self.calls, self.steps, self.began = 0, WARM_UP, 0.0
+        self.calls, self.steps, self.rounds, self.began = 0, WARM_UP, 0, 0.0
         self.loop_ms: list[float] = []
         self.bare_ms: list[float] = []
 
@@ -59,11 +59,18 @@ class Stopwatch:
             self.loop_ms.append(1000 * elapsed / self.steps)
         self.bare_ms.append(self.time_bare_steps(state))
         if not self.began:
-            steps = np.int64(max(1000 * SECONDS / self.bare_ms[0], 5))
-            self.steps = int(multihost_utils.broadcast_one_to_all(steps))
-        if len(self.loop_ms) == ROUNDS:
+            self.plan()
+        if len(self.loop_ms) == self.rounds:
             raise Finished
         self.calls, self.began = 0, time.perf_counter()
+
+    def plan(self) -> None:
+        """Choose the number of rounds and of the steps in each, the same in all processes."""
+        seconds = self.bare_ms[0] / 1000
+        steps = max(round(ROUND / seconds), LEAST_STEPS)
+        rounds = max(round(TOTAL / (2 * steps * seconds)), LEAST_ROUNDS)
+        plan = multihost_utils.broadcast_one_to_all(np.array([steps, rounds], np.int32))
+        self.steps, self.rounds = map(int, plan)
 
     def time_bare_steps(self, state) -> float:
         """Milliseconds that a step takes on its own."""
@@ -79,8 +86,8 @@ def main(config: Config) -> dict[str, Any]:
     """Train with these settings until all rounds are timed, and return the times in ms.
 
     `ratio` is the time of a step in the loop over that of the bare step right before and after, the
-    median of the rounds: what metrics, logging and the input cost. A round with a checkpoint in it
-    stands out in `ratios`. Evaluation is left out.
+    median of the rounds: what metrics, logging and the input cost. A checkpoint falls into few
+    rounds and hardly counts; evaluation is left out.
     """
     compile_train_step = train.compile_train_step
     watches: list[Stopwatch] = []
@@ -109,7 +116,8 @@ def main(config: Config) -> dict[str, Any]:
         "ratio": round(statistics.median(ratios), 4),
         "loop_ms": round(loop_ms, 4),
         "bare_ms": round(statistics.median(bare_ms), 4),
-        "ratios": [round(ratio, 4) for ratio in ratios],
+        "quartiles": [round(ratio, 4) for ratio in statistics.quantiles(ratios)],
+        "rounds": watch.rounds,
         "steps_per_round": watch.steps,
         "examples_per_second": round(1000 * config.batch_size / loop_ms, 2),
         "platform": jax.default_backend(),

@@ -19,9 +19,10 @@ from .config import Config
 
 log = logging.getLogger(__package__)
 
-# Steps that may be under way before the loop waits. Reading the results of a step that was just
-# started would leave the device idle; never waiting would pile up batches in its memory.
-LAG = 2
+# When the loop waits for the device it leaves LAG steps under way: waiting for the last one would
+# leave the device idle. It waits when there are MOST, or after a while: never waiting would pile up
+# batches in the device's memory, and on a CPU each wait takes time from the threads that compute.
+LAG, MOST, WHILE = 2, 32, 0.2  # steps, steps, seconds
 
 
 class Diverged(Exception):
@@ -35,6 +36,7 @@ class Recorder:
         self.config, self.progress = config, progress
         self.leaf_names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
         self.in_flight: deque = deque()
+        self.waited_at = 0.0
         self.due: tuple | None = None
         self.skipped_steps = 0
         self.steps, self.seconds, self.waited = 0, 0.0, 0.0  # of training, without pauses
@@ -61,12 +63,12 @@ class Recorder:
         """Note that this step was started. Returns the totals to go on with.
 
         `totals` are the metrics since the last log line and `guard` the state's counters, both
-        still being computed. They are read LAG steps later, when reading them costs nothing.
+        still being computed. They are read LAG steps later, when others are under way.
         """
         self.steps += 1
         self.in_flight.append(guard)
         if len(self.in_flight) > LAG:
-            jax.block_until_ready(self.in_flight.popleft())
+            self.limit_run_ahead()
         self.keep_alive()
         self.bar.update()
         self.profile(step)
@@ -76,6 +78,14 @@ class Recorder:
             self.due = (step, totals, guard)
             return fresh()
         return totals
+
+    def limit_run_ahead(self) -> None:
+        """Wait for all but the last steps, if it is time to."""
+        if len(self.in_flight) >= MOST or time.monotonic() > self.waited_at + WHILE:
+            while len(self.in_flight) > LAG:
+                guard = self.in_flight.popleft()
+            jax.block_until_ready(guard)
+            self.waited_at = time.monotonic()
 
     def profile(self, step: int) -> None:
         """Record what happens between the two steps of --profile-steps, for TensorBoard."""

@@ -94,3 +94,27 @@ def test_dropout_differs_from_step_to_step_and_repeats_on_resume(setup):
 
     assert loss(0) == loss(0)
     assert loss(0) != loss(1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon"])
+def test_weight_decay_shrinks_kernels_only(module, name):
+    optimizer = module("optimizer")
+    config = module("config").OptimizerConfig(name=name, weight_decay=0.5, learning_rate=0.1)
+    tx = optimizer.create_optimizer(config, lambda count: 0.1)
+    shapes = {"kernel": (4, 3), "conv": (3, 3, 2, 4), "bias": (3,), "embedding": (5, 4)}
+    params = {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
+    updates, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
+    wanted = {"kernel": -0.05, "conv": -0.05, "bias": 0.0, "embedding": 0.0}
+    for key, update in updates.items():
+        np.testing.assert_allclose(update, np.full(shapes[key], wanted[key]), atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_schedules_rise_to_the_peak_and_end_where_they_should(module, schedule):
+    config = module("config").OptimizerConfig(schedule=schedule, learning_rate=0.5, warmup_steps=10)
+    rates = np.array([module("optimizer").create_schedule(config, 100)(i) for i in range(101)])
+    np.testing.assert_allclose(rates[:10], 0.05 * np.arange(1, 11), rtol=1e-6)
+    assert rates.max() == rates[10] == pytest.approx(0.5)
+    assert all(np.diff(rates[10:]) <= 1e-6)
+    assert rates[100] == pytest.approx(0.5 if schedule == "constant" else 0.0, abs=1e-6)
+    assert rates[80] == pytest.approx({"constant": 0.5, "wsd": 0.5}.get(schedule, rates[80]))

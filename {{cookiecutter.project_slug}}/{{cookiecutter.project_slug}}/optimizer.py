@@ -35,11 +35,18 @@ def create_optimizer(
     rules = {
         "adamw": lambda: optax.adamw(schedule, b2=0.99, **decay),
         "sgd": lambda: optax.chain(
-            optax.add_decayed_weights(**decay), optax.sgd(schedule, momentum=0.9, nesterov=True)
+            optax.trace(0.9, nesterov=True),
+            optax.add_decayed_weights(**decay),
+            optax.scale_by_learning_rate(schedule),
         ),
         "lion": lambda: optax.lion(schedule, **decay),
+        # Scaled to updates of AdamW's size (Liu et al. 2025, Moonlight): its learning rates fit.
         "muon": lambda: optax.contrib.muon(
-            schedule, weight_decay=config.weight_decay, weight_decay_mask=decay_mask
+            schedule,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=decay_mask,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=as_matrices,
         ),
     }
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
@@ -53,3 +60,14 @@ def decay_mask(params: Any) -> Any:
         return param.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)
 
     return jax.tree_util.tree_map_with_path(is_kernel, params)
+
+
+def as_matrices(params: Any) -> Any:
+    """How muon reads each kernel as a matrix: all dimensions but the last by the last."""
+
+    def matrix(param, is_kernel):
+        last = param.ndim - 1
+        shape = optax.contrib.MuonDimensionNumbers(tuple(range(last)), last)
+        return shape if is_kernel else None
+
+    return jax.tree.map(matrix, params, decay_mask(params))

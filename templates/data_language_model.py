@@ -72,14 +72,17 @@ def load(config: Config) -> Data:
         raise SettingError(f"--data.path: {error.filename} cannot be read ({error})") from error
     if len(texts) >= 20:
         held_out = set(range(0, len(texts), 10))
-        train = [text for i, text in enumerate(texts) if i not in held_out]
-        validation, test = texts[10::20], texts[0::20]
+        parts = [
+            [text for i, text in enumerate(texts) if i not in held_out],
+            texts[10::20],
+            texts[0::20],
+        ]
     else:
-        cuts = [(len(text) * 18 // 20, len(text) * 19 // 20) for text in texts]
-        train = [text[:a] for text, (a, _) in zip(texts, cuts, strict=True)]
-        validation = [text[a:b] for text, (a, b) in zip(texts, cuts, strict=True)]
-        test = [text[b:] for text, (_, b) in zip(texts, cuts, strict=True)]
-    parts = [[text for text in part if len(text)] for part in (train, validation, test)]
+        parts = [
+            [text[len(text) * a // 20 : len(text) * b // 20] for text in texts]
+            for a, b in ((0, 18), (18, 19), (19, 20))
+        ]
+    parts = [[text for text in part if len(text)] for part in parts]
     if not all(parts):
         raise SettingError(
             f"{sum(map(len, texts))} bytes of text in {len(texts)} files: too little to hold out "
@@ -135,5 +138,5 @@ def fingerprint(texts: list[np.ndarray], files: list[Path]) -> str:
                     f"{file} has bytes of zero, so it is not text: leave it out with a glob such "
                     f"as --data.path '{file.parent}/**/*.txt'"
                 )
-            digest.update(piece)
+            digest.update(piece.tobytes())
     return digest.hexdigest()

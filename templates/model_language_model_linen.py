@@ -55,7 +55,10 @@ class Attention(nn.Module):
         query, key, value = (
             dense(name=name)(x).reshape(heads) for name in ("query", "key", "value")
         )
-        x = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        query, key = rotate(query), rotate(key)
+        if query.dtype == jnp.float16:  # in which JAX has no attention on CPU and TPU
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         return dense(name="out")(x.reshape(batch, length, width))
 
 

@@ -52,6 +52,7 @@ def load(config: Config) -> Data:
     if images.ndim == 3:
         images = images[..., None]
     check(images, labels)
+    labels = labels.astype(np.int32)
     digest = hashlib.blake2b(images.tobytes() + labels.tobytes(), digest_size=16).hexdigest()
     position = np.arange(len(labels))
     test = position % 5 == 0
@@ -61,19 +62,18 @@ def load(config: Config) -> Data:
 
 
 def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images, and labels as int32, of one file."""
+    """Images and labels of one file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except Exception as error:  # NumPy raises almost anything for a file that is something else
         raise SettingError(
             f"--data.path {path}: must be an .npz file with arrays `images` and `labels` ({error})"
         ) from error
-    if images.dtype != np.uint8 and np.issubdtype(images.dtype, np.floating):
-        images = images.astype(np.float32)
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise SettingError(f"labels have dtype {labels.dtype}: must be integers from 0")
-    return images, labels.astype(np.int32)
+    if np.issubdtype(images.dtype, np.floating):
+        with np.errstate(over="ignore"):  # what becomes infinite is found by check()
+            images = images.astype(np.float32)
+    return images, labels
 
 
 def check(images: np.ndarray, labels: np.ndarray) -> None:
@@ -84,14 +84,19 @@ def check(images: np.ndarray, labels: np.ndarray) -> None:
             raise SettingError(f"{problem}: {rule}")
 
     require(
-        images.ndim == 4 and images.shape[-1] <= 4,
+        images.ndim == 4 and images.shape[-1] <= 4 and 0 not in images.shape[1:],
         f"images have shape {images.shape}",
         "must be [rows, height, width] or [rows, height, width, channels], channels last, 1 to 4",
     )
     require(
         labels.shape == images.shape[:1],
         f"labels have shape {labels.shape} and images {images.shape}",
-        "there must be one label for each image",
+        "there must be one label for each image, a number (of one-hot rows it is the argmax)",
+    )
+    require(
+        np.issubdtype(labels.dtype, np.integer),
+        f"labels have dtype {labels.dtype}",
+        "must be integers, counting the classes from 0",
     )
     require(len(labels) >= 10, f"{len(labels)} rows", "three splits need at least 10")
     require(
@@ -101,7 +106,11 @@ def check(images: np.ndarray, labels: np.ndarray) -> None:
     )
     if images.dtype == np.float32:
         bad = np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))
-        require(not len(bad), f"image {bad[:1]} is not finite", "remove or repair it")
+        require(
+            not len(bad),
+            f"{len(bad)} images are not finite, the first is number {bad[:1]}",
+            "remove or repair what has NaN or infinity",
+        )
         low, high = images.min(), images.max()
         require(
             low >= 0 and high <= 1,
@@ -109,9 +118,11 @@ def check(images: np.ndarray, labels: np.ndarray) -> None:
             "must be 0 to 1 (or pass uint8, 0 to 255)",
         )
     require(labels.min() >= 0, f"smallest label {labels.min()}", "labels count from 0")
-    missing = np.setdiff1d(np.arange(labels.max() + 1), labels)
+    classes = np.unique(labels)
+    missing = np.setdiff1d(np.arange(len(classes)), classes)
     require(
         not len(missing),
         f"labels run up to {labels.max()} but {missing[:5].tolist()} never occur",
         "number the classes from 0 without gaps",
     )
+    require(len(classes) > 1, f"all labels are {classes[0]}", "there must be two classes or more")

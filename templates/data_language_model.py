@@ -64,8 +64,8 @@ def load(config: Config) -> Data:
     twenty files the first is for the test and the eleventh for validation; of fewer than twenty,
     the last tenth of each is, in two halves.
     """
-    files = find_files(config)
     try:
+        files = find_files(config)
         texts = [read(file) for file in files]
         digest = fingerprint(texts, files)
     except OSError as error:

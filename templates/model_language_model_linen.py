@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class ModelConfig:
-    context: int = 128
+    context: int = 96
     """Tokens (bytes) that the network sees at once."""
     width: int = 128
     """Features of each token."""

@@ -11,7 +11,7 @@ from flax import nnx
 
 @dataclass(frozen=True)
 class ModelConfig:
-    context: int = 128
+    context: int = 96
     """Tokens (bytes) that the network sees at once."""
     width: int = 128
     """Features of each token."""

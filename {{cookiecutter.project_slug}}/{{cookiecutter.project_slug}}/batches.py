@@ -28,19 +28,21 @@ def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(rows)
 
 
-def train_batches(split, config, sharding, start: int) -> Generator[dict[str, jax.Array]]:
+def train_batches(split, config, sharding, start: int) -> Generator[dict]:
     """Global batches for the steps from start to the end of the run, placed on the devices."""
 
     def make_batch(step):
         if config.overfit_batches:
             step %= config.overfit_batches
         indices = train_indices(step, len(split), config.batch_size, config.seed)
-        return place(split.rows(indices[local_rows(len(indices))]), len(indices), sharding)
+        rows = split.rows(indices[local_rows(len(indices))])
+        return place(rows, len(indices), sharding, workers)
 
-    return prefetch(make_batch, range(start, config.total_steps), config.data.workers)
+    workers = config.data.workers
+    return prefetch(make_batch, range(start, config.total_steps), workers)
 
 
-def eval_batches(split, config, sharding) -> Generator[dict[str, jax.Array]]:
+def eval_batches(split, config, sharding) -> Generator[dict]:
     """Every row of the split once, in order; the last batch is filled up with masked rows."""
     size = config.batch_size
 
@@ -48,9 +50,10 @@ def eval_batches(split, config, sharding) -> Generator[dict[str, jax.Array]]:
         indices = np.arange(start, start + size)[local_rows(size)]
         batch = split.rows(np.minimum(indices, len(split) - 1))
         batch["mask"][indices >= len(split)] = 0
-        return place(batch, size, sharding)
+        return place(batch, size, sharding, workers)
 
-    return prefetch(make_batch, range(0, len(split), size), config.data.workers)
+    workers = config.data.workers
+    return prefetch(make_batch, range(0, len(split), size), workers)
 
 
 def local_rows(batch_size: int) -> slice:
@@ -59,20 +62,15 @@ def local_rows(batch_size: int) -> slice:
     return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
 
 
-def place(batch: dict[str, np.ndarray], size: int, sharding) -> dict[str, jax.Array]:
+def place(batch: dict[str, np.ndarray], size: int, sharding, workers: int) -> dict:
     """Put this process's rows on its devices, as its part of global arrays of `size` rows."""
-    if len(sharding.device_set) == 1:
-        # As part of a compiled call a transfer takes a tenth of the time of jax.device_put.
-        with jax.transfer_guard_host_to_device("allow"):
-            return transfer(batch)
+    if workers == 0 and len(sharding.device_set) == 1:
+        return batch  # the compiled step takes it along faster than a transfer of its own
 
     def put(rows):
         return jax.make_array_from_process_local_data(sharding, rows, (size, *rows.shape[1:]))
 
     return jax.tree.map(put, batch)
-
-
-transfer = jax.jit(lambda batch: batch)
 
 
 def prefetch(make_batch, arguments: range, workers: int) -> Generator:

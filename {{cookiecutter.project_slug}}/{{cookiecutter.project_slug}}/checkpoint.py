@@ -1,24 +1,35 @@
 """Checkpoints with Orbax: the latest ones and the best one, verified when they are read."""
 
+import contextlib
 import dataclasses
 import logging
 import math
+import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import task
 from .config import SettingError
 from .mesh import wait_for_all
 from .train_state import TrainState
+from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 
 log = logging.getLogger(__package__)
 
 MODEL_FIELDS = ("params", "batch_stats", "ema")
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written, most often because the disk is full."""
+
+
+class Damaged(SettingError):
+    """A checkpoint cannot be read, or is not what was saved."""
 
 
 @dataclasses.dataclass
@@ -32,6 +43,8 @@ class Progress:
     evaluations_since_best: int = 0
     first_loss: float | None = None
     """Mean loss of the first log interval: a blow-up is judged by it."""
+    total_steps: int = 0
+    """Length of the run, which may grow."""
 
     def update(self, step: int, metric: float) -> bool:
         """Take note of an evaluation; True if it is a new best. Of equal ones the first is best."""
@@ -54,51 +67,65 @@ class Checkpoints:
 
     def __init__(self, workdir: Path):
         self.directory = workdir / "checkpoints"
-        policies = checkpoint_managers
-        # Only a new best gets a score, its step: the highest score is the best checkpoint.
-        best = policies.BestN(
-            get_metric_fn=_score, n=1, reverse=False, keep_checkpoints_without_metrics=False
-        )
+        self.replaced = workdir / "replaced"
+        self.best_step: int | None = None
+        self.failed = False
         self.manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(2), best]),
-                save_decision_policy=policies.FixedIntervalPolicy(1),
-                best_fn=_score,  # without it Orbax forgets the scores when it reopens the directory
-                best_mode="max",
-                cleanup_tmp_directories=True,
+                preservation_policy=self,
+                save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
             ),
         )
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """Tell Orbax, which gives the checkpoints from old to new, which ones to keep."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        return [step in (*steps[-2:], self.best_step) for step in steps]
 
     def save(self, step: int, state: TrainState, progress: Progress) -> None:
         """Start to write a checkpoint in the background. Its failure is raised by the next call."""
         self.wait()
-        if step in self.manager.all_steps():
-            self.manager.delete(step)
+        if step in self.manager.all_steps():  # stays at hand until the new one is complete
+            self._move(step, self.replaced)
+        self.best_step = progress.best_step
         items = _items(state)
         facts = dataclasses.asdict(progress) | {
-            "layout": {name: _layout(item) for name, item in items.items()},
-            "digest": {name: int(_digest(item)) for name, item in items.items()},
+            "layout": {name: layout(item) for name, item in items.items()},
+            "digest": {name: int(digest(item)) for name, item in items.items()},
         }
         args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
-        self.manager.save(
-            step,
-            args=ocp.args.Composite(**args, progress=ocp.args.JsonSave(facts)),
-            metrics={"score": float(step)} if step == progress.best_step else None,
-            force=True,
-        )
+        args["progress"] = ocp.args.JsonSave(facts | {"check": checksum(facts)})
+        with self._saving():
+            self.manager.save(step, args=ocp.args.Composite(**args), force=True)
 
     def wait(self) -> None:
-        """Wait for the save under way; raise its error if it failed."""
-        self.manager.wait_until_finished()
-        self.manager.check_for_errors()
+        """Wait for the save under way; raise SaveFailed if it failed."""
+        with self._saving():
+            self.manager.wait_until_finished()
+            self.manager.check_for_errors()
+        self._settle()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax raises almost anything, with pages of its own functions
+            self.failed = True
+            raise SaveFailed(
+                f"a checkpoint could not be written to {self.directory}: {_summary(error)}. The "
+                f"ones before it are there: make room, then run the same command again"
+            ) from None
 
     def close(self) -> None:
-        """Finish the save under way, then part; raises the save's error if it failed."""
+        """Finish the save under way, then part; raises SaveFailed if that was not done yet."""
         try:
-            self.wait()
+            if not self.failed:
+                self.wait()
         finally:
-            self.manager.close()
+            self._settle()
+            with contextlib.suppress(Exception):  # it was raised by wait() already
+                self.manager.close()
 
     @property
     def steps(self) -> list[int]:
@@ -107,11 +134,8 @@ class Checkpoints:
 
     def find(self, name: str) -> int:
         """The step of the checkpoint called best, latest or by its number."""
-        best = self.manager.best_step()
-        step = {"latest": max(self.steps, default=None), "best": best}.get(name)
-        if name == "best" and best is None:  # a run without evaluations
-            step = max(self.steps, default=None)
-        elif name.isdigit() and int(name) in self.steps:
+        step = {"latest": max(self.steps, default=None), "best": self._best()}.get(name)
+        if name.isdigit() and int(name) in self.steps:
             step = int(name)
         if step is None:
             raise SettingError(
@@ -120,97 +144,127 @@ class Checkpoints:
             )
         return step
 
+    def _best(self) -> int | None:
+        """The best step as the newest readable checkpoint knows it; the latest before there is."""
+        for step in self.steps:
+            with contextlib.suppress(Damaged):
+                best = self._facts(step)["best_step"]
+                return best if best in self.steps else step
+        return max(self.steps, default=None)
+
     def restore_latest(self, state: TrainState) -> tuple[TrainState, Progress] | None:
         """State and progress of the newest checkpoint that can be read, None if there is none.
 
-        The given abstract state says shapes, dtypes and shardings. Unreadable checkpoints are moved
-        to `damaged/` with a warning. Raises SettingError if the state has another structure.
+        The given abstract state says shapes, dtypes and shardings. Damaged checkpoints are moved to
+        `damaged/` with a warning. Raises SettingError if the state has another structure, and if
+        there are only damaged ones: to start all over must not come as a surprise.
         """
+        self._tidy_up()
+        found, damaged = None, {}
         for step in self.steps:
             try:
-                return self.restore(step, state)
-            except SettingError:
-                raise
-            except Exception as error:  # Orbax raises almost anything for a damaged directory
-                reason = str(error).strip().partition("\n")[0][:200]
-                log.warning(
-                    "checkpoint %d cannot be read and is moved to damaged/: %s: %s",
-                    *(step, type(error).__name__, reason),
-                )
-                self._set_aside(step)
-        return None
+                found = self.restore(step, state)
+                break
+            except Damaged as error:
+                damaged[step] = error
+        if damaged and not found:
+            raise SettingError(
+                f"{self.directory}: {'; '.join(map(str, damaged.values()))}. There is no other to "
+                f"go on from: put back a copy, or start a new --workdir"
+            )
+        for step, reason in damaged.items():
+            log.warning("%s; it is moved to damaged/, and an older one is used", reason)
+            self._move(step, self.directory.parent / "damaged")
+        self.best_step = found[1].best_step if found else None
+        return found
 
     def restore(self, step: int, state: TrainState) -> tuple[TrainState, Progress]:
-        """State and progress of this step, placed like the given abstract state."""
-        items = _items(state)
-        facts = self.manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))
-        facts = facts["progress"]
+        """State and progress of this step, placed like the given abstract state.
+
+        Raises Damaged if it cannot be read, SettingError if the state has another structure.
+        """
+        facts, items = self._facts(step), _items(state)
         for name, item in items.items():
-            _require_same_layout(facts["layout"][name], _layout(item), self.directory / str(step))
-        args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
-        restored = self.manager.restore(step, args=ocp.args.Composite(**args))
-        for name in items:
-            if int(_digest(restored[name])) != facts["digest"][name]:
-                raise ValueError(f"the digest of {name} differs from the one that was saved")
+            require_same_layout(facts["layout"][name], layout(item), self.directory / str(step))
+        restored = self._read(step, facts, items)
         progress = {f.name: facts[f.name] for f in dataclasses.fields(Progress)}
         return state.replace(**restored["model"], **restored["training"]), Progress(**progress)
 
-    def _set_aside(self, step: int) -> None:
+    def _facts(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays: progress, layouts and digests."""
+        with _reading(step):
+            args = ocp.args.Composite(progress=ocp.args.JsonRestore())
+            facts = dict(self.manager.restore(step, args=args)["progress"])
+            if facts.pop("check") != checksum(facts):
+                raise ValueError("its progress is not what was saved")
+        return facts
+
+    def _read(self, step: int, facts: dict[str, Any], items: dict[str, Any]) -> Any:
+        """These items, given as abstract trees."""
+        with _reading(step):
+            args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
+            restored = self.manager.restore(step, args=ocp.args.Composite(**args))
+            for name in items:
+                if int(digest(restored[name])) != facts["digest"][name]:
+                    raise ValueError(f"its {name} is not what was saved")
+        return restored
+
+    def read_params(self, step: int, params: Any) -> Any:
+        """The saved parameters as they are, placed like those of the same name and shape."""
+        facts, alike = self._facts(step), leaves_by_name(params)
+
+        def abstract(path, saved):
+            like = alike.get(name_of(path[1:]))
+            if like is not None and like.shape == saved.shape:
+                return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=like.sharding)
+            whole = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=whole)
+
+        with _reading(step), ocp.StandardCheckpointer() as reader:
+            saved = reader.metadata(self.directory / str(step) / "model").item_metadata
+            model = jax.tree_util.tree_map_with_path(abstract, saved.tree)
+        return self._read(step, facts, {"model": model})["model"]["params"]
+
+    def _tidy_up(self) -> None:
+        """Clear away what a killed save left: half a checkpoint, or one about to be replaced."""
         if jax.process_index() == 0:
-            damaged = self.directory.parent / "damaged"
-            damaged.mkdir(exist_ok=True)
-            target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
+            for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished)
+        self._settle()
+        wait_for_all("checkpoints tidied up")
+        self.manager.reload()
+
+    def _settle(self) -> None:
+        """Drop what was replaced, or put it back if the new one was never completed."""
+        if jax.process_index() == 0 and self.replaced.exists():
+            for old in self.replaced.iterdir():
+                target = self.directory / old.name.partition("-")[0]
+                if not target.exists():
+                    old.rename(target)
+            shutil.rmtree(self.replaced, ignore_errors=True)
+
+    def _move(self, step: int, folder: Path) -> None:
+        if jax.process_index() == 0:
+            folder.mkdir(exist_ok=True)
+            target = folder / f"{step}-{len(list(folder.iterdir()))}"
             (self.directory / str(step)).rename(target)
-        wait_for_all("damaged checkpoint set aside")
+        wait_for_all("checkpoint moved")
         self.manager.reload()
 
 
-def restore_params(path: Path, params: Any) -> Any:
-    """Parameters of another run's best checkpoint, or of a checkpoint directory (--init-from).
-
-    Takes every parameter whose name and shape match and keeps the given value of the others; says
-    which. Raises SettingError if the path holds no checkpoint or nothing matches.
-    """
-    path = path.expanduser().resolve()
-    is_checkpoint = path.name.isdigit() and (path / "model").is_dir()
-    workdir = path.parent.parent if is_checkpoint else path
-    if not (workdir / "checkpoints").is_dir():
-        raise SettingError(f"--init-from {path}: must be a run directory or one of its checkpoints")
-    checkpoints = Checkpoints(workdir)
+@contextlib.contextmanager
+def _reading(step: int) -> Generator[None]:
     try:
-        step = int(path.name) if is_checkpoint else checkpoints.manager.best_step()
-        step = checkpoints.manager.latest_step() if step is None else step
-        if step is None:
-            raise SettingError(f"--init-from {path}: this run has no checkpoint yet")
-        saved = checkpoints.manager.restore(
-            step, args=ocp.args.Composite(model=ocp.args.StandardRestore())
-        )["model"]["params"]
-    finally:
-        checkpoints.manager.close()
-    found = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(saved)}
-    new = []
-
-    def choose(path, param):
-        value = found.get(_name(path))
-        if value is None or value.shape != param.shape:
-            new.append(_name(path))
-            return param
-        del found[_name(path)]
-        return jax.device_put(value.astype(param.dtype), param.sharding)
-
-    chosen = jax.tree_util.tree_map_with_path(choose, params)
-    matched = len(jax.tree.leaves(params)) - len(new)
-    if not matched:
-        raise SettingError(f"--init-from {path}: no parameter has the name and shape of this model")
-    log.info("%d parameters come from %s, step %d", matched, workdir, step)
-    for title, names in (("keep their new values", new), ("are left out", list(found))):
-        if names:
-            log.warning("%d parameters %s: %s", len(names), title, ", ".join(names))
-    return chosen
+        yield
+    except Exception as error:
+        raise Damaged(f"checkpoint {step} cannot be read: {_summary(error)}") from error
 
 
-def _score(metrics: dict[str, float] | None) -> float:
-    return float("-inf") if metrics is None else metrics["score"]
+def _summary(error: Exception) -> str:
+    """Both ends of the first line of an error, which may go on for pages."""
+    line = str(error).strip().partition("\n")[0].partition(" [")[0]
+    line = line if len(line) <= 200 else f"{line[:100]} ... {line[-100:]}"
+    return f"{type(error).__name__}: {line}"
 
 
 def _items(state: TrainState) -> dict[str, dict]:
@@ -222,45 +276,3 @@ def _items(state: TrainState) -> dict[str, dict]:
     }
     model = {name: fields.pop(name) for name in MODEL_FIELDS}
     return {"model": model, "training": fields}
-
-
-def _layout(tree: Any) -> dict[str, str]:
-    """Shape and dtype of every array by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _require_same_layout(saved: dict[str, str], wanted: dict[str, str], path: Path) -> None:
-    differing = [
-        f"{name} is {saved.get(name, 'absent')} there, {wanted.get(name, 'absent')} here"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise SettingError(
-            f"checkpoint {path} does not fit this model and optimizer: {'; '.join(differing[:3])}"
-            f"{more}. Undo the change, or start a new --workdir (--init-from keeps the parameters)"
-        )
-
-
-@jax.jit
-def _digest(tree: Any) -> jax.Array:
-    """A checksum, uint32, of every bit of the tree, the same on any number of devices.
-
-    Orbax does not notice a flipped bit in its files. Every word is multiplied by an odd number of
-    its own, so no change of a single word goes unnoticed.
-    """
-    digest = jnp.uint32(0)
-    for i, x in enumerate(jax.tree.leaves(tree)):
-        words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        position = jnp.full(x.shape, i, jnp.uint32)
-        for axis in range(x.ndim):
-            place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-            position = position * jnp.uint32(x.shape[axis] + 7919) + place
-        digest += jnp.sum(words.astype(jnp.uint32) * (2 * position + 1), dtype=jnp.uint32)
-    return digest

@@ -24,7 +24,7 @@ from .train_step import Metrics, eval_step
 def evaluate(
     score_batch: Callable[..., Metrics],
     state: TrainState,
-    stream: Generator[dict[str, jax.Array]],
+    stream: Generator[dict],
     keep_going: Callable[[], bool] = lambda: True,
 ) -> dict[str, float] | None:
     """Metrics over all batches of the stream; None if keep_going() said no on the way."""
@@ -33,7 +33,8 @@ def evaluate(
         for batch in stream:
             if not keep_going():
                 return None
-            parts.append(score_batch(state, batch))
+            with jax.transfer_guard_host_to_device("allow"):
+                parts.append(score_batch(state, batch))
             if len(parts) > 2:  # no more than a few batches wait in the device's memory
                 jax.block_until_ready(parts[-3])
     parts = jax.device_get(parts)

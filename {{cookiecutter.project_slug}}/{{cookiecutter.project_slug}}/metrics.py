@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from . import stop, task
 from .checkpoint import Progress
 from .config import Config
+from .events import Events
 
 log = logging.getLogger(__package__)
 
@@ -38,17 +38,14 @@ class Recorder:
         self.in_flight: deque = deque()
         self.waited_at = 0.0
         self.due: tuple | None = None
-        self.skipped_steps = 0
+        self.skipped_steps = self.skipped_in_a_row = 0
+        self.checked = start
         self.steps, self.seconds, self.waited = 0, 0.0, 0.0  # of training, without pauses
         self.interval_start = (start, 0.0)
         self.clock = self.alive = time.monotonic()
         self.directory = workdir / "tb"
         self.is_writer = jax.process_index() == 0
-        if self.is_writer:
-            # purge_step hides what an interrupted run wrote beyond the step it now resumes from.
-            self.tensorboard = SummaryWriter(
-                str(self.directory), purge_step=start + 1, flush_secs=5
-            )
+        self.tensorboard = Events(self.directory, start) if self.is_writer else None
         self.profiling = False
         self.profile(start)
         self.bar = tqdm(
@@ -75,6 +72,7 @@ class Recorder:
         if self.due is not None and step == self.due[0] + LAG:
             self.flush()
         if step % self.config.log_every == 0:
+            self.flush()  # the one before may be less than LAG steps old
             self.due = (step, totals, guard)
             return fresh()
         return totals
@@ -124,14 +122,16 @@ class Recorder:
         guard = {name: int(value) for name, value in jax.device_get(guard).items()}
         self.skipped_steps = guard["skipped_steps"]
         in_a_row, limit = guard["skipped_in_a_row"], self.config.max_skipped_steps
+        self.skipped_in_a_row = in_a_row
         if in_a_row > limit:
             raise Diverged(
                 f"diverged: the loss or the gradients were not finite from step "
                 f"{step - in_a_row + 1} on, more than {limit} times in a row; the first bad "
                 f"gradient is that of {self.leaf_names[guard['first_bad_leaf']]}"
             )
-        if in_a_row:
+        if in_a_row and step > self.checked:
             log.warning("step %d: the last %d updates were not finite, skipped", step, in_a_row)
+        self.checked = step
 
     def show(self, kind: str, step: int, totals) -> None:
         """Log and write the metrics of one interval."""
@@ -149,10 +149,8 @@ class Recorder:
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         self.bar.clear()
         log.info("%-5s step %d/%d  %s", kind, step, self.config.total_steps, text)
-        if self.is_writer:
-            for name, value in shown.items():
-                self.tensorboard.add_scalar(f"{kind}/{name}", value, step)
-            self.tensorboard.flush()  # what was shown is on disk, whatever happens next
+        if self.tensorboard and kind != "test":  # which is a result, not a curve
+            self.tensorboard.write(step, {f"{kind}/{name}": x for name, x in shown.items()})
 
     def warn_of_blow_up(self, step: int, loss: float | None) -> None:
         if loss is None:
@@ -212,5 +210,5 @@ class Recorder:
         if self.profiling:
             self.stop_profiling()
         self.bar.close()
-        if self.is_writer:
+        if self.tensorboard:
             self.tensorboard.close()

@@ -12,12 +12,13 @@ def create_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule
     """Learning rate as a function of the number of applied updates."""
     peak, warmup = config.learning_rate, min(config.warmup_steps, total_steps // 2)
     rest = max(total_steps - warmup, 1)
+    fifth = max(rest // 5, 1)
     after_warmup = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest),
         "linear": lambda: optax.linear_schedule(peak, 0.0, rest),
         "constant": lambda: optax.constant_schedule(peak),
         # Warm-up, stable, decay (Hu et al. 2024, MiniCPM): the stable part can be prolonged.
-        "wsd": lambda: optax.linear_schedule(peak, 0.0, max(rest // 5, 1), rest - rest // 5),
+        "wsd": lambda: optax.linear_schedule(peak, 0.0, fifth, rest - fifth),
     }
     schedule = after_warmup[config.schedule]()
     if warmup == 0:

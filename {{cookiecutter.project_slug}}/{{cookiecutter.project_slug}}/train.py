@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 
-from . import batches, data, mesh, task, workdir
-from .checkpoint import Checkpoints, Progress, restore_params
+from . import batches, data, logs, mesh, task, workdir
+from .checkpoint import Checkpoints, Progress
 from .config import Config, SettingError, check, resolve
 from .evaluate import evaluate
+from .init_from import restore_params
 from .metrics import Diverged, Recorder
 from .train_state import plan_train_state
 from .train_step import compile_train_step, eval_step
@@ -48,7 +49,7 @@ def main(config: Config) -> dict[str, Any]:
     # -------------------------------------------------------------------------- The run directory
     path = workdir.open_workdir(config.workdir)
     config = dataclasses.replace(config, workdir=os.fspath(path))
-    workdir.start_logging(path, config.quiet)
+    logs.start_logging(path, config.quiet)
     facts = workdir.describe(config, dataset)
     earlier, is_over = workdir.check_resumable(path, facts, config)
     if is_over:
@@ -62,8 +63,8 @@ def main(config: Config) -> dict[str, Any]:
     step = start = saved = int(state.step)
     if step == 0 and config.init_from:
         state = state.start_from(restore_params(Path(config.init_from), state.params))
-    if earlier and earlier["status"] == "early_stopped":  # and now it may take longer
-        progress.evaluations_since_best = 0
+    if config.total_steps > progress.total_steps:  # an early stop was for the shorter run
+        progress.total_steps, progress.evaluations_since_best = config.total_steps, 0
     workdir.write_json(path / "config.json", facts)
     (path / "result.json").unlink(missing_ok=True)
     workdir.announce(facts, config)
@@ -109,14 +110,17 @@ def main(config: Config) -> dict[str, Any]:
                 is_due = bool(ending) or is_multiple(step, config.checkpoint_every)
                 if is_best or (is_due and step > saved):
                     with recorder.paused(step, guard):
-                        checkpoints.save(step, state, progress)
-                    saved = step
+                        # While updates are skipped nothing pushes out the checkpoints from before.
+                        if ending or is_best or not recorder.skipped_in_a_row:
+                            checkpoints.save(step, state, progress)
+                            saved = step
                 if ending:
                     break
 
                 with recorder.waiting():
                     batch = next(stream)
-                state, totals, guard = train_step(state, totals, batch)
+                with jax.transfer_guard_host_to_device("allow"):  # the batch may be NumPy's
+                    state, totals, guard = train_step(state, totals, batch)
                 step += 1
                 totals = recorder.step(step, totals, guard, fresh_totals)
 

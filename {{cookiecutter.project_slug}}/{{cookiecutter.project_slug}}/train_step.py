@@ -35,8 +35,10 @@ def train_step(
     """
     grads, metrics, batch_stats = compute_gradients(state, batch, config)
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
+    bad = ~jnp.isfinite(squares)
     diverged = state.skipped_in_a_row > config.max_skipped_steps
-    finite = jnp.isfinite(metrics["loss"][0]) & jnp.all(jnp.isfinite(squares)) & ~diverged
+    finite = jnp.isfinite(metrics["loss"][0]) & ~jnp.any(bad) & ~diverged
+    finite |= config.debug_nans  # JAX looks for NaN in what comes out of the step
 
     new = state.apply_gradients(grads=grads, batch_stats=batch_stats)
     if state.ema is not None:
@@ -48,7 +50,7 @@ def train_step(
         loss_scale=state.loss_scale and state.loss_scale.adjust(finite),
         skipped_steps=state.skipped_steps + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-        first_bad_leaf=jnp.where(finite, 0, jnp.argmin(jnp.isfinite(squares)).astype(jnp.int32)),
+        first_bad_leaf=jnp.where(jnp.any(bad), jnp.argmax(bad), state.first_bad_leaf),
     )
     one = jnp.float32(1)
     metrics["grad_norm"] = jnp.sqrt(jnp.sum(squares)), one
@@ -137,13 +139,16 @@ def compile_train_step(
 
     shardings = jax.tree.map(lambda x: x.sharding, state), replicated(mesh), replicated(mesh)
     began = time.monotonic()
-    compiled = (
-        jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-        .lower(state, jax.eval_shape(fresh_totals), batch)
-        .compile()
-    )
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+    compiled = jitted.lower(state, jax.eval_shape(fresh_totals), batch).compile()
     costs = {
         "compile_seconds": time.monotonic() - began,
         "model_flops_per_step": (compiled.cost_analysis() or {}).get("flops"),
     }
-    return compiled, fresh_totals, costs
+
+    def checked(*args):
+        with jax.debug_nans(True):  # JAX is apt to forget the global setting
+            return jitted(*args)
+
+    # JAX finds the operation that made a NaN only in what it can trace again.
+    return checked if config.debug_nans else compiled, fresh_totals, costs

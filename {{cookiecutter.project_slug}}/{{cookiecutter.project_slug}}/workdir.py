@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+import glob
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ def open_workdir(name: str | None) -> Path:
         try:
             path = Path(name).expanduser().resolve() if name else new_run()
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()  # else a read-only one is noticed much later
             answer = os.fspath(path)
         except OSError as error:
             answer = f"\0--workdir {name or 'runs'}: cannot be made or written ({error})"
@@ -93,6 +96,7 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
         "data": {
             "fingerprint": data.fingerprint,
             "rows": {name: len(getattr(data, name)) for name in ("train", "validation", "test")},
+            "outputs": data.num_outputs,
         },
         "platform": jax.default_backend(),
         "devices": jax.device_count(),
@@ -111,6 +115,8 @@ def announce(facts: dict[str, Any], config: Config) -> None:
         " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
         os.environ.get("XLA_FLAGS", "").strip() or "none",
     )
+    rows = ", ".join(f"{count} {name}" for name, count in facts["data"]["rows"].items())
+    log.info("rows: %s; outputs: %d", rows, facts["data"]["outputs"])
     if config.optimizer.warmup_steps > config.total_steps // 2:
         log.warning("the warm-up is shortened to half of the %d steps", config.total_steps)
 
@@ -129,12 +135,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Contents of a JSON file, None if it is not there or was never finished."""
+def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
+    """The object in a JSON file, None if it cannot be read or lacks one of these keys."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return contents if isinstance(contents, dict) and contents.keys() >= set(needed) else None
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """What config.json says of the run in this directory, None if there is none.
+
+    Raises SettingError if it is lost: its run would go on with other settings.
+    """
+    file = path / "config.json"
+    needed = ("settings", "data", "platform", "devices", "processes", "versions")
+    facts = read_json(file, *needed)
+    checkpoints = glob.glob(os.path.join(glob.escape(os.fspath(path)), "checkpoints", "*"))
+    if facts is None and (checkpoints or os.path.exists(file)):
+        raise SettingError(
+            f"{file} is missing or damaged, so the settings of this run are not known: put back a "
+            f"copy, or start a new --workdir, with --init-from {path} to go on from its parameters"
+        )
+    return facts
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> None:
@@ -151,8 +175,12 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
     if jax.process_index() == 0:
         partial = path.with_suffix(".tmp")
         text = json.dumps(finite(contents), indent=2, allow_nan=False)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
 
 
 def parse_settings(arguments: list[str]) -> Config:
@@ -168,7 +196,8 @@ def parse_settings(arguments: list[str]) -> Config:
     saved = config.workdir and saved_config(Path(config.workdir).expanduser())
     if not saved:
         return config
-    defaults = dataclasses.replace(saved, total_steps=None, **{name: None for name in PER_START})
+    forgotten = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))
+    defaults = dataclasses.replace(saved, **forgotten)
     config = cli(default=defaults)
     if config.epochs is None and config.total_steps is None:
         config = dataclasses.replace(config, total_steps=saved.total_steps)
@@ -177,7 +206,7 @@ def parse_settings(arguments: list[str]) -> Config:
 
 def saved_config(path: Path) -> Config | None:
     """The settings of the run in this directory, None if there is none."""
-    saved = read_json(path / "config.json")
+    saved = read_facts(path)
     return build(Config, saved["settings"]) if saved else None
 
 
@@ -201,7 +230,7 @@ def check_resumable(
     Returns its result.json, None if it has none, and whether nothing is left to do. Raises
     SettingError for a change that would make the outcome neither the old run's nor a new one's.
     """
-    earlier, result = read_json(path / "config.json"), read_json(path / "result.json")
+    earlier, result = read_facts(path), read_json(path / "result.json", "status", "step")
     if earlier is None:
         return None, False
     before, after = flatten(build(Config, earlier["settings"])), flatten(config)
@@ -229,19 +258,3 @@ def check_resumable(
         status == "diverged" and not changed
     )
     return result, is_over
-
-
-def start_logging(workdir: Path, quiet: bool) -> None:
-    """Log to the terminal and, everything, to train.log; in process 0 only, but for warnings."""
-    log.handlers.clear()
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is meant to be
-    terminal = logging.StreamHandler(sys.stdout)
-    terminal.setLevel(logging.WARNING if quiet or jax.process_index() else logging.INFO)
-    terminal.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(terminal)
-    if jax.process_index() == 0:
-        file = logging.FileHandler(workdir / "train.log", encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(file)

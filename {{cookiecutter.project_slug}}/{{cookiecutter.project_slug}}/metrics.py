@@ -19,10 +19,10 @@ from .events import Events
 
 log = logging.getLogger(__package__)
 
-# When the loop waits for the device it leaves LAG steps under way: waiting for the last one would
-# leave the device idle. It waits when there are MOST, or after a while: never waiting would pile up
-# batches in the device's memory, and on a CPU each wait takes time from the threads that compute.
-LAG, MOST, WHILE = 2, 32, 0.2  # steps, steps, seconds
+# The loop waits for the device once in a while, else batches would pile up in the device's memory.
+# It leaves LAG steps under way: waiting for the last one would leave the device idle. It waits when
+# there are MOST, or after WHILE: on a CPU each wait takes time from the threads that compute.
+LAG, MOST, WHILE = 2, 100, 1.0  # steps, steps, seconds
 
 
 class Diverged(Exception):

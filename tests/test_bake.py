@@ -451,3 +451,12 @@ def test_permissions_under_a_umask(out):
         else:
             assert mode == stat.S_IMODE(source.stat().st_mode), name
     assert stat.S_IMODE(project.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("page", ["bad-inputs.md", "failures.md"])
+def test_every_test_that_the_docs_name_exists(page):
+    text = (bake.ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/\w+\.py)::(\w+)", text))
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}(" in (bake.ROOT / file).read_text(encoding="utf-8"), (file, test)

@@ -1,9 +1,11 @@
 """The numbers of training are right: gradients, averages, counters, schedules, precision."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 
 import bake
 import jax
@@ -706,6 +708,28 @@ def test_the_steps_compile_once_fresh_and_resumed(project, monkeypatch, tmp_path
         assert counts["jit(train_step)"] == 1
         assert counts["jit(eval_step)"] == 1
     assert result["eval"]["num_examples"] == 100
+
+
+# ------------------------------------------------------------------------------------ Other meshes
+
+
+@pytest.mark.slow
+@only(TWO_COMBINATIONS)
+def test_a_checkpoint_is_restored_on_any_mesh_bit_for_bit(project, monkeypatch, tmp_path):
+    monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
+    checkpoint, plan = project.module("checkpoint"), project.module("train_state").plan_train_state
+    config = project.config(dict(name="adamw"), precision="float16")
+    meshes = [project.mesh(*shape) for shape in ((1, 4), (1, 1), (4, 1), (2, 2), (1, 4))]
+    for step, (mesh, other) in enumerate(itertools.pairwise(meshes)):
+        state = plan(config, project.data, mesh)[0]()
+        with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as checkpoints:
+            checkpoints.save(step, state, checkpoint.Progress())
+            checkpoints.wait()
+            _, abstract = plan(config, project.data, other)
+            restored, _ = checkpoints.restore(step, abstract)
+        assert same_bits(jax.device_get(state), jax.device_get(restored))
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        assert jax.tree.map(lambda x: x.sharding, restored) == shardings
 
 
 # -------------------------------------------------------------------------------------------- Seeds

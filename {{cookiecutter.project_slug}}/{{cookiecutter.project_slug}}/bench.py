@@ -44,7 +44,7 @@ class Stopwatch:
 
     def __call__(self, state, totals, batch):
         if len(self.batches) < 4:
-            self.batches.append(jax.device_put(batch))
+            self.batches.append(jax.tree.map(jnp.asarray, batch))
         state, totals, guard = self.compiled(state, totals, batch)
         self.calls += 1
         if self.calls == self.steps:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,9 +33,9 @@ class Run:
     """The compiled step of a project, with its state and four batches on the device."""
 
     def __init__(self, package: str):
-        names = ("config", "data", "mesh", "train_state", "train_step", "batches")
+        names = ("config", "data", "mesh", "train_state", "train_step")
         modules = [importlib.import_module(f"{package}.{name}") for name in names]
-        config, data, mesh, train_state, train_step, batches = modules
+        config, data, mesh, train_state, train_step = modules
         settings = config.Config(total_steps=10**6)
         dataset = data.load(settings)
         grid = mesh.create_mesh(settings.mesh, settings.batch_size, 1)
@@ -44,12 +45,10 @@ class Run:
         self.state, self.totals = create(), fresh_totals()
         size, sharding = settings.batch_size, mesh.batch_sharding(grid)
         rows = [np.arange(i * size, (i + 1) * size) for i in range(4)]
-        self.batches = [batches.place(dataset.train.rows(r), size, sharding) for r in rows]
+        self.batches = [jax.device_put(dataset.train.rows(r), sharding) for r in rows]
 
     def time(self, steps: int) -> float:
         """Seconds per step."""
-        import jax
-
         began = time.perf_counter()
         for i in range(steps):
             self.state, self.totals, _ = self.step(self.state, self.totals, self.batches[i % 4])

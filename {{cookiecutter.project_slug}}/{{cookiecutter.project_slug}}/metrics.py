@@ -63,7 +63,7 @@ class Recorder:
         still being computed. They are read LAG steps later, when others are under way.
         """
         self.steps += 1
-        self.in_flight.append(guard)
+        self.in_flight.append(guard["skipped_steps"])
         if len(self.in_flight) > LAG:
             self.limit_run_ahead()
         self.keep_alive()
@@ -81,8 +81,8 @@ class Recorder:
         """Wait for all but the last steps, if it is time to."""
         if len(self.in_flight) >= MOST or time.monotonic() > self.waited_at + WHILE:
             while len(self.in_flight) > LAG:
-                guard = self.in_flight.popleft()
-            jax.block_until_ready(guard)
+                oldest = self.in_flight.popleft()
+            jax.block_until_ready(oldest)
             self.waited_at = time.monotonic()
 
     def profile(self, step: int) -> None:
@@ -92,7 +92,7 @@ class Recorder:
             jax.profiler.start_trace(str(self.directory))
             self.profiling = True
         elif self.profiling and step == last:
-            jax.block_until_ready(self.in_flight)
+            jax.block_until_ready(list(self.in_flight))
             self.stop_profiling()
 
     def stop_profiling(self) -> None:

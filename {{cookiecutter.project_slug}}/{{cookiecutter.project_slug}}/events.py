@@ -19,8 +19,7 @@ log = logging.getLogger(__package__)
 class Events:
     """TensorBoard's file of one start of a run. What was written survives a kill -9.
 
-    tensorboardX's SummaryWriter has a thread for this: it loses the last values of a killed run,
-    and when the disk is full it dies and the run hangs.
+    tensorboardX's SummaryWriter has a thread for this, which loses the last values of a killed run.
     """
 
     def __init__(self, directory: Path, start: int):

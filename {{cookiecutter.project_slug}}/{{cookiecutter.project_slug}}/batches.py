@@ -29,7 +29,7 @@ def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def train_batches(split, config, sharding, start: int) -> Generator[dict]:
-    """Global batches for the steps from start to the end of the run, placed on the devices."""
+    """Global batches for the steps from start to the end of the run."""
 
     def make_batch(step):
         if config.overfit_batches:

@@ -69,7 +69,7 @@ class Checkpoints:
         self.directory = workdir / "checkpoints"
         self.replaced = workdir / "replaced"
         self.best_step: int | None = None
-        self.failed = False
+        self.failed = self.replacing = False
         self.manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -88,6 +88,7 @@ class Checkpoints:
         self.wait()
         if step in self.manager.all_steps():  # stays at hand until the new one is complete
             self._move(step, self.replaced)
+            self.replacing = True  # another process that reads this run must leave it alone
         self.best_step = progress.best_step
         items = _items(state)
         facts = dataclasses.asdict(progress) | {
@@ -104,7 +105,8 @@ class Checkpoints:
         with self._saving():
             self.manager.wait_until_finished()
             self.manager.check_for_errors()
-        self._settle()
+        if self.replacing:
+            self._settle()
 
     @contextlib.contextmanager
     def _saving(self) -> Generator[None]:
@@ -123,7 +125,8 @@ class Checkpoints:
             if not self.failed:
                 self.wait()
         finally:
-            self._settle()
+            if self.replacing:
+                self._settle()
             with contextlib.suppress(Exception):  # it was raised by wait() already
                 self.manager.close()
 

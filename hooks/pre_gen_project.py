@@ -62,8 +62,9 @@ LIBRARIES = words("""
     charset_normalizer dateutil python_dateutil filelock multidict aiohttp yarl matplotlib sklearn
 """)
 OWN = words("""
-    batches bench checkpoint config data digits doctor evaluate events init_from logs mesh metrics
-    model optimizer predict sources stop task train train_state train_step verify workdir
+    batches bench check_flags checkpoint config data digits doctor evaluate events init_from logs
+    mesh metrics model optimizer predict processes sources stop task train train_state train_step
+    verify workdir
     tests launch runs checkpoints src build dist scripts docs conftest setup venv xla_flags
     makefile readme license pyproject
 """)

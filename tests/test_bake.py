@@ -33,6 +33,7 @@ FILES = {
     *("my_flax_project/task.py", "my_flax_project/train.py", "my_flax_project/train_state.py"),
     *("my_flax_project/train_step.py", "my_flax_project/workdir.py", "my_flax_project/verify.py"),
     *("my_flax_project/events.py", "my_flax_project/init_from.py", "my_flax_project/logs.py"),
+    *("my_flax_project/processes.py", "my_flax_project/check_flags.py"),
     *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_run.py"),
     *("tests/test_task.py", "tests/test_train_step.py", "my_flax_project/bench.py"),
 }  # of the first choice of each question

@@ -1,13 +1,9 @@
 """A run survives what is done to it here: full disks, damaged files, bad data, NaN, kill -9.
 
-A server process imports the projects of all combinations once and forks a child for each run; the
-functions under "What children do" run in such a child. Every child is a process of its own with
-real exit codes, signals and files.
+The functions under "What children do" run in children of children.py.
 """
 
 import contextlib
-import hashlib
-import importlib
 import io
 import json
 import logging
@@ -23,255 +19,29 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import bake
+from children import (
+    IMAGES,
+    IMAGES_NNX,
+    TEXT,
+    TEXT_NNX,
+    TIMEOUT,
+    before_step,
+    digests,
+    flags,
+    read_state,
+    train,
+    train_in_turn,
+    train_with,
+)
 
 pytestmark = pytest.mark.slow
 
-TASKS = ("image_classification", "language_model")
-COMBINATIONS = [(task, api) for task in TASKS for api in ("linen", "nnx")]
-IMAGES, IMAGES_NNX, TEXT, TEXT_NNX = (f"{task}_{api}" for task, api in COMBINATIONS)
-TIMEOUT = 120  # seconds that no run comes near
-
-
-# ----------------------------------------------------------------------- Children and their server
-
-
-def serve(root):
-    """Import the projects below root and fork a child for every request, a line of JSON."""
-    sys.path.insert(0, root)
-    sys.dont_write_bytecode = True
-    warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-    for task, api in COMBINATIONS:
-        for module in ("train", "evaluate"):
-            importlib.import_module(f"{task}_{api}.{module}")
-    print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        pid = request.get("wait")
-        if pid is None:
-            pid = os.fork()
-            if pid == 0:
-                return child(**request)
-            print(pid, flush=True)
-        else:
-            print(json.dumps(reap(pid, time.monotonic() + request["timeout"])), flush=True)
-
-
-def reap(pid, deadline):
-    """The exit code of a child, None if it is still running at the deadline."""
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    return None
-
-
-def child(function, package, args, output, env, cwd):
-    """Run one of the functions below to its end, and exit as its caller's interpreter would."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, other in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
-        os.dup2(other, number)
-    sys.stdin = io.StringIO()
-    os.environ.update(env)
-    os.chdir(cwd)
-    answer = globals()[function](lambda name: importlib.import_module(f"{package}.{name}"), *args)
-    if not isinstance(answer, int):
-        Path(output + ".json").write_text(json.dumps(answer), encoding="utf-8")
-        answer = 0
-    sys.exit(answer)
-
-
-class Run:
-    """A child: its process id, its output and its end."""
-
-    def __init__(self, server, pid, output):
-        self.server, self.pid, self.output = server, pid, output
-
-    @property
-    def text(self):
-        return self.output.read_text(encoding="utf-8", errors="replace")
-
-    def wait(self, timeout=TIMEOUT):
-        """The exit code."""
-        code = self.server.ask({"wait": self.pid, "timeout": timeout})
-        if code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.server.ask({"wait": self.pid, "timeout": 10})
-            pytest.fail(f"still running after {timeout} s:\n{self.text[-3000:]}")
-        return code
-
-    def ends_with(self, code):
-        """Wait for this exit code; return what was printed."""
-        found = self.wait()
-        assert found == code, f"exit code {found}\n{self.text[-4000:]}"
-        return self.text
-
-    def answer(self):
-        """What the function returned."""
-        self.ends_with(0)
-        return json.loads(Path(f"{self.output}.json").read_text(encoding="utf-8"))
-
-
-class Server:
-    def __init__(self, root, cache):
-        foreign = ("JAX_", "XLA_", "TRAIN_", "LIBTPU_", "TPU_", "CUDA_")
-        env = {name: x for name, x in os.environ.items() if not name.startswith(foreign)}
-        env |= {
-            "JAX_PLATFORMS": "cpu",
-            # Quick to compile matters here, and quick to run does not.
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "HOME": str(root / "home"),
-        }
-        (root / "home").mkdir()
-        self.root, self.count = root, 0
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, root],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def ask(self, request):
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
-
-    def start(self, function, *args, package=IMAGES, env=None, cwd=None):
-        """Start one of the functions below in a child."""
-        self.count += 1
-        output = self.root / f"output-{self.count}"
-        request = {"function": function.__name__, "package": package, "output": str(output)}
-        request |= {"args": list(map(plain, args)), "env": env or {}, "cwd": str(cwd or self.root)}
-        return Run(self, self.ask(request), output)
-
-    def stop(self):
-        self.process.stdin.close()
-        self.process.wait(60)
-
-
-def plain(value):
-    return str(value) if isinstance(value, Path) else value
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, pytestconfig):
-    """All combinations, each as a package named after it."""
-    root = tmp_path_factory.mktemp("survival")
-    for task, api in COMBINATIONS:
-        output, flags = root / "out", ("--no-input", "--accept-hooks", "no")
-        result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
-        assert result.returncode == 0, result.stderr
-        (output / "my_flax_project" / "my_flax_project").rename(root / f"{task}_{api}")
-        shutil.rmtree(output)
-    write_data(root)
-    server = Server(root, pytestconfig.cache.mkdir("survival"))
-    yield server
-    server.stop()
-
-
-def write_data(root):
-    """A small data set for each task."""
-    draw = np.random.default_rng(0)
-    labels = np.arange(160, dtype=np.int64) % 4
-    images = draw.uniform(0, 0.5, (160, 8, 8, 1)).astype(np.float32)
-    images[np.arange(160), labels, labels] = 1
-    np.savez(root / "images.npz", images=images, labels=labels)
-    words = draw.choice(["to be ", "or ", "not to be\n", "that is the question "], 1200)
-    (root / "text.txt").write_text("".join(words), encoding="utf-8")
-
-
-def flags(server, package, **changes):
-    """Flags of a tiny run: 7 steps per epoch, or more for text."""
-    settings = {"total_steps": 12, "batch_size": 16, "log_every": 2, "eval_every": 4}
-    settings |= {"checkpoint_every": 2, "data.source": "path", "optimizer.learning_rate": 0.01}
-    if "image" in package:
-        settings |= {"data.path": server.root / "images.npz", "model.features": 8}
-    else:
-        settings |= {"data.path": server.root / "text.txt", "model.context": 16, "model.depth": 1}
-        settings |= {"model.width": 16, "model.heads": 2}
-    settings |= {name.replace("__", "."): value for name, value in changes.items()}
-    words = []
-    for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(flag)
-        elif value is not None:
-            words += [flag, str(value)]
-    return words
-
 
 # ------------------------------------------------------------------------------- What children do
-
-
-def train(get, *words):
-    """What `python -m <package>.train` does."""
-    get("stop").install_handlers()
-    sys.argv = ["train.py", *words]
-    return get("train").cli()
-
-
-def train_with(get, hooks, *words):
-    """Train with things happening on the way: {"name of a function below": its argument}."""
-    for name, argument in hooks.items():
-        globals()[name](get, argument)
-    return train(get, *words)
-
-
-def before_step(get, step, act):
-    """Call act() before this step's batch is made."""
-    batches = get("batches")
-    original = batches.train_batches
-
-    def watched(split, config, sharding, start):
-        for number, batch in enumerate(original(split, config, sharding, start), start):
-            if number == step:
-                act()
-            yield batch
-
-    batches.train_batches = watched
-
-
-def raise_before(get, step):
-    def act():
-        raise RuntimeError("boom")
-
-    before_step(get, step, act)
-
-
-def pause_before(get, arguments):
-    """Tell the test through a FIFO that this step is reached; go on after a signal."""
-    step, fifo = arguments
-
-    def act():
-        with open(fifo, "w") as file:
-            file.write("here")
-        while get("stop").requested is None:
-            time.sleep(0.01)
-
-    before_step(get, step, act)
-
-
-def save_synchronously(get, _):
-    """So that a test knows which checkpoints there are when it kills."""
-    cls = get("checkpoint").Checkpoints
-    save = cls.save
-
-    def save_and_wait(self, *args):
-        save(self, *args)
-        self.wait()
-
-    cls.save = save_and_wait
 
 
 def limit_file_size(get, size):
@@ -356,27 +126,6 @@ def rename_layer(get, _):
         return model._replace(init=init, apply=apply)
 
     train_state.create_model = renamed
-
-
-def train_in_turn(get, *runs):
-    """Call main() for each list of flags, in one process; return the results."""
-    parse = get("workdir").parse_settings
-    return [get("train").main(parse(list(words))) for words in runs]
-
-
-def read_state(get, workdir, checkpoint="latest"):
-    """A digest of every array of a checkpoint, by its path."""
-    import jax
-
-    *_, state = get("evaluate").load_run(Path(workdir), str(checkpoint))
-    return digests(jax, state)
-
-
-def digests(jax, state):
-    return {
-        jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-    }
 
 
 def try_settings(get, cases):
@@ -1414,7 +1163,3 @@ def test_arrays_do_not_pile_up(server, tmp_path, package):
     assert len(counts) == 6
     # Up to 100 steps and a checkpoint are under way; one array more per step would be 250.
     assert max(counts) - min(counts) < 200, counts
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

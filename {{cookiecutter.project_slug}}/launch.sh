@@ -204,7 +204,7 @@ supervise() {
     say "process $first failed with exit code $code"
     if [ "$first" -gt 0 ]; then
       say "the end of $logs/rank-$first.log:"
-      tail -n 20 "$logs/rank-$first.log" >&2
+      tail -n 40 "$logs/rank-$first.log" >&2
     fi
   fi
   exit "$code"

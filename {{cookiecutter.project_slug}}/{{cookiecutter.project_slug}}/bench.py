@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import mesh, stop, train, workdir
+from . import processes, stop, train, workdir
 from .config import Config, SettingError
 
 WARM_UP, LEAST_STEPS, LEAST_ROUNDS = 20, 3, 15
@@ -105,7 +105,7 @@ def main(config: Config) -> dict[str, Any]:
         try:
             train.main(config)
         except Finished:
-            mesh.wait_for_all("the end of the benchmark")
+            processes.wait_for_all("the end of the benchmark")
         finally:
             train.compile_train_step = compile_train_step
     (watch,) = watches

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import task
 from .config import SettingError
-from .mesh import wait_for_all
+from .processes import wait_for_all
 from .train_state import TrainState
 from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 

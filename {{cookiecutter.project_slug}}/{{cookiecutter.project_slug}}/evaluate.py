@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import tyro
 
-from . import batches, data, mesh, stop, task, workdir
+from . import batches, data, mesh, processes, stop, task, workdir
 from .checkpoint import Checkpoints
 from .config import Config, MeshConfig, SettingError
 from .train_state import TrainState, plan_train_state
@@ -66,7 +66,7 @@ def load_run(
     if config is None:
         raise SettingError(f"--workdir {path}: there is no run here (no config.json)")
     mesh.select_platform(config)
-    mesh.join_processes()
+    processes.join()
     mesh.require_devices(config)
     devices = jax.device_count()
     config = dataclasses.replace(

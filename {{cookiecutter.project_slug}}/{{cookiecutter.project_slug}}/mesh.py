@@ -1,12 +1,12 @@
-"""Processes, the device mesh, and how arrays are laid out over it."""
+"""The device mesh, and how arrays are laid out over it."""
 
+import collections
 import logging
 import os
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .config import Config, MeshConfig, SettingError
@@ -16,55 +16,40 @@ log = logging.getLogger(__package__)
 SMALL = 2**14  # elements below which splitting an array costs more than it saves
 
 
-def join_processes() -> None:
-    """Join the other processes of this run, when launch.sh started it as one of several.
-
-    launch.sh passes everything explicitly. JAX's own detection would also fire on Slurm, MPI or
-    Kubernetes variables that are merely left over, so it is only asked on TPU pods.
-    """
-    environ = os.environ
-    if jax.distributed.is_initialized():
-        return
-    if environ.get("TRAIN_DISTRIBUTED") == "auto":
-        jax.distributed.initialize()
-    elif int(environ.get("TRAIN_NUM_PROCESSES", "1")) > 1:
-        ids = environ.get("TRAIN_LOCAL_DEVICE_IDS")
-        jax.distributed.initialize(
-            environ["TRAIN_COORDINATOR"],
-            int(environ["TRAIN_NUM_PROCESSES"]),
-            int(environ["TRAIN_PROCESS_ID"]),
-            local_device_ids=[int(i) for i in ids.split(",")] if ids else None,
-            cluster_detection_method="deactivate",
-        )
-
-
 def select_platform(config: Config) -> None:
     """Apply --platform and the numeric switches; fail when the hardware asked for is not there."""
     if config.platform != "auto":
         name = {"gpu": "cuda"}.get(config.platform, config.platform)
         jax.config.update("jax_platforms", name)
     jax.config.update("jax_debug_nans", config.debug_nans)
-    if config.deterministic:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true " + flags
+    flags, exact = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_deterministic_ops=true"
+    if config.deterministic and exact not in flags.split():
+        os.environ["XLA_FLAGS"] = f"{exact} {flags}"
 
 
 def require_devices(config: Config) -> None:
-    """Raise SettingError naming the way out when JAX finds no device of the asked kind."""
+    """Raise SettingError naming the way out when JAX finds no device of the asked kind, and when
+    the processes, which take equal parts of the batch, do not have equally many."""
     try:
-        jax.devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
+        advice = (
+            "another process of this machine holds it: stop that, or wait"
+            if "in use" in str(error)
+            else 'install the matching extra (pip install -e ".[cuda13]", "[cuda12]" or "[tpu]"), '
+            "check the driver, or use --platform auto"
+        )
         raise SettingError(
-            f"--platform {config.platform}: JAX finds no such device here. Install the matching "
-            f'extra (pip install -e ".[cuda13]", "[cuda12]" or "[tpu]"), check the driver, or use '
-            f"--platform auto ({str(error) or type(error).__name__})"
+            f"--platform {config.platform}: JAX finds no such device here: {advice} "
+            f"({str(error) or type(error).__name__})"
         ) from error
-
-
-def wait_for_all(place: str) -> None:
-    """Wait until every process of the run got to this place."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(place)
+    counts = collections.Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"process {rank} has {counts[rank]}" for rank in sorted(counts))
+        raise SettingError(
+            f"every process must have the same number of devices, but {found}: compare "
+            f"CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES and what the scheduler gave them"
+        )
 
 
 def create_mesh(config: MeshConfig, batch_size: int, accumulation_steps: int) -> jax.sharding.Mesh:

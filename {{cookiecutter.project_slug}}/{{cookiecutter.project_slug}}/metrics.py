@@ -42,7 +42,8 @@ class Recorder:
         self.checked = start
         self.steps, self.seconds, self.waited = 0, 0.0, 0.0  # of training, without pauses
         self.interval_start = (start, 0.0)
-        self.clock = self.alive = time.monotonic()
+        self.warned_of_waiting = False
+        self.clock, self.alive = time.monotonic(), 0.0
         self.directory = workdir / "tb"
         self.is_writer = jax.process_index() == 0
         self.tensorboard = Events(self.directory, start) if self.is_writer else None
@@ -55,6 +56,7 @@ class Recorder:
             leave=False,
             disable=True if config.quiet or not self.is_writer else None,
         )
+        self.keep_alive()
 
     def step(self, step: int, totals, guard, fresh):
         """Note that this step was started. Returns the totals to go on with.
@@ -141,6 +143,7 @@ class Recorder:
             rate = (step - first) * self.config.batch_size / max(self.seconds - since, 1e-9)
             metrics["examples_per_second"] = rate
             self.warn_of_blow_up(step, metrics.get("loss"))
+            self.warn_of_waiting(step)
         self.write(kind, step, metrics)
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
@@ -158,6 +161,17 @@ class Recorder:
         first = self.progress.first_loss = self.progress.first_loss or loss
         if loss > 10 * first:
             log.warning("step %d: loss %.4g is over 10 times the first, %.4g", step, loss, first)
+
+    def warn_of_waiting(self, step: int) -> None:
+        """Once, when the device has to wait for its data."""
+        fraction = self.waited / max(self.seconds, 1e-9)
+        if fraction > 0.2 and self.seconds > 1 and not self.warned_of_waiting:
+            self.warned_of_waiting = True
+            log.warning(
+                "step %d: %.0f %% of the time went into preparing batches: raise --data.workers, "
+                "or do less in data.py",
+                *(step, 100 * fraction),
+            )
 
     @contextlib.contextmanager
     def waiting(self) -> Generator[None]:

@@ -1,5 +1,6 @@
 """Stopping on request: the signals, and what a run's exit code means."""
 
+import faulthandler
 import os
 import signal
 
@@ -15,7 +16,11 @@ _agreed = False
 
 
 def install_handlers() -> None:
-    """Let SIGTERM, SIGUSR1 and Ctrl-C ask for a stop instead of killing the process."""
+    """Let SIGTERM, SIGUSR1 and Ctrl-C ask for a stop instead of killing the process.
+
+    Where native code aborts it, as JAX does when another process died, the stacks are shown.
+    """
+    faulthandler.enable()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, _handle)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from . import batches, data, logs, mesh, task, workdir
+from . import batches, data, logs, mesh, processes, task, workdir
 from .checkpoint import Checkpoints, Progress
 from .config import Config, SettingError, check, resolve
 from .evaluate import evaluate
@@ -38,13 +38,14 @@ def main(config: Config) -> dict[str, Any]:
     began = time.monotonic()
     check(config)
     mesh.select_platform(config)
-    mesh.join_processes()
-    stop.repeat()
+    processes.join()
     mesh.require_devices(config)
-    dataset = data.load(config)
-    config = resolve(config, len(dataset.train))
-    grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
+    with processes.failing_together():
+        dataset = data.load(config)
+        config = resolve(config, len(dataset.train))
+        grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
     sharding = mesh.batch_sharding(grid)
+    processes.require_same(workdir.describe(config, dataset))
 
     # -------------------------------------------------------------------------- The run directory
     path = workdir.open_workdir(config.workdir)
@@ -73,6 +74,7 @@ def main(config: Config) -> dict[str, Any]:
     # ------------------------------------------------------------------------- The compiled steps
     train_step, fresh_totals, costs = compile_train_step(config, abstract, dataset.train, grid)
     score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
+    processes.wait_for_all("compiled")
     recorder = Recorder(path, config, progress, step, state.params)
     totals, guard = fresh_totals(), None
 
@@ -154,7 +156,7 @@ def main(config: Config) -> dict[str, Any]:
             "versions": facts["versions"],
         }
         workdir.write_json(path / "result.json", result)
-    mesh.wait_for_all("the end of the run")
+    processes.wait_for_all("the end of the run")
     log.info("%s: %s at step %d", path, status, step)
     return result
 

@@ -1,5 +1,6 @@
 """The run directory: where it is, what it remembers of a run, and whether a run may go on there."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import tyro
-from jax.experimental import multihost_utils
 
+from . import processes
 from .config import Config, SettingError, flag, flatten
 from .data import Data
 
@@ -41,26 +41,30 @@ def open_workdir(name: str | None) -> Path:
     """The absolute run directory, made by process 0 and the same in every process."""
     if name is not None and "://" in name:
         raise SettingError(f"--workdir {name}: must be a directory of this machine's file system")
-    answer = ""
-    if jax.process_index() == 0:
-        try:
-            path = Path(name).expanduser().resolve() if name else new_run()
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()  # else a read-only one is noticed much later
-            answer = os.fspath(path)
-        except OSError as error:
-            answer = f"\0--workdir {name or 'runs'}: cannot be made or written ({error})"
-    if jax.process_count() > 1:  # a failure must reach the others too: they are waiting
-        answer = broadcast(answer)
-    if answer.startswith("\0"):
-        raise SettingError(answer[1:])
-    path = Path(answer)
-    if not (path / "checkpoints").is_dir():
-        raise SettingError(
-            f"--workdir {path}: process {jax.process_index()} on {platform.node()} does not see "
-            f"the directory that process 0 made: use a shared file system"
-        )
-    return path
+    with contextlib.ExitStack() as closing:
+        token = ""
+        with processes.failing_together():
+            if jax.process_index() == 0:
+                try:
+                    path = Path(name).expanduser().resolve() if name else new_run()
+                    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+                    # A directory that cannot be written would else be noticed much later.
+                    token = closing.enter_context(
+                        tempfile.NamedTemporaryFile(dir=path, prefix=".shared-")
+                    ).name
+                except OSError as error:
+                    where = name or "runs"
+                    raise SettingError(
+                        f"--workdir {where}: cannot be made or written ({error})"
+                    ) from error
+        token = processes.gather(token)[0]
+        with processes.failing_together():
+            if not os.path.exists(token):
+                raise SettingError(
+                    f"--workdir {os.path.dirname(token)}: does not see what process 0 wrote there: "
+                    f"use a file system that all processes share"
+                )
+    return Path(token).parent
 
 
 def new_run() -> Path:
@@ -81,14 +85,6 @@ def new_run() -> Path:
     raise FileExistsError(f"{runs}/{stamp} and 999 more")
 
 
-def broadcast(text: str) -> str:
-    """The text of process 0, in every process."""
-    buffer = np.zeros(8192, np.uint8)
-    encoded = np.frombuffer(text.encode()[:8192], np.uint8)
-    buffer[: len(encoded)] = encoded
-    return bytes(multihost_utils.broadcast_one_to_all(buffer)).rstrip(b"\0").decode()
-
-
 def describe(config: Config, data: Data) -> dict[str, Any]:
     """What config.json holds: every setting, the data and the circumstances."""
     return {
@@ -102,6 +98,7 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
@@ -113,7 +110,7 @@ def announce(facts: dict[str, Any], config: Config) -> None:
         *(jax.local_device_count(), jax.devices()[0].device_kind, facts["devices"]),
         *(facts["processes"], found["jax"], found["flax"]),
         " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
-        os.environ.get("XLA_FLAGS", "").strip() or "none",
+        facts["xla_flags"].strip() or "none",
     )
     rows = ", ".join(f"{count} {name}" for name, count in facts["data"]["rows"].items())
     log.info("rows: %s; outputs: %d", rows, facts["data"]["outputs"])
@@ -121,6 +118,7 @@ def announce(facts: dict[str, Any], config: Config) -> None:
         log.warning("the warm-up is shortened to half of the %d steps", config.total_steps)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python, the packages and this project's code (its git commit)."""
     found = {"python": platform.python_version()}
@@ -248,9 +246,9 @@ def check_resumable(
             f"the data changed since this run was started: {earlier['data']} -> {facts['data']}. "
             f"Restore it, or start a new --workdir with --init-from {path}"
         )
-    for name in ("platform", "devices", "processes", "versions"):
-        if earlier[name] != facts[name]:
-            change = f"{name} {earlier[name]} -> {facts[name]}"
+    for name in ("platform", "devices", "processes", "versions", "xla_flags"):
+        if earlier.get(name) != facts[name]:
+            change = f"{name} {earlier.get(name)} -> {facts[name]}"
             log.info("changed %s: this continues correctly, but not bit for bit", change)
     grew = config.total_steps > earlier["settings"]["total_steps"]
     status = result and result["status"]

@@ -1,0 +1,222 @@
+"""launch.sh with the real thing: a Slurm cluster, Open MPI, local processes that are killed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bake
+import pytest
+import slurm as slurm_cluster
+from slurm import wait_until
+
+pytestmark = pytest.mark.slow
+
+STEPS = 600
+FLAGS = ["--total-steps", STEPS, "--log-every", 20, "--eval-every", 200, "--checkpoint-every", 100]
+FLAGS = [str(word) for word in [*FLAGS, "--model.features", 8, "--ema-decay", 0.9]]
+
+
+class Project:
+    """A generated project whose .venv is the environment of the tests."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        python = root / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        python.chmod(0o755)
+        foreign = ("JAX_", "XLA_", "TRAIN_", "SLURM_", "OMPI_", "PMI")
+        kept = {name: x for name, x in os.environ.items() if not name.startswith(foreign)}
+        cache = str(root.parent / "cache")
+        self.environment = kept | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
+
+    def start(self, *command, **environment) -> subprocess.Popen:
+        """Start a command that prints to `self.log`."""
+        self.log = self.root / f"log-{time.monotonic_ns()}"
+        with open(self.log, "wb") as log:
+            return subprocess.Popen(
+                [str(word) for word in command],
+                cwd=self.root,
+                env=self.environment | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def succeed(self, *command, **environment) -> str:
+        process = self.start(*command, **environment)
+        code = process.wait(180)
+        assert code == 0, self.log.read_text()[-3000:]
+        return self.log.read_text()
+
+    def outcome(self, run: Path) -> dict:
+        """Digests of every bit that was saved at the last step, and how the run ended."""
+        facts = json.loads((run / f"checkpoints/{STEPS}/progress/metadata").read_text())
+        result = json.loads((run / "result.json").read_text())
+        keys = ("status", "step", "best_step", "best_metric", "eval", "processes")
+        return facts["digest"] | {key: result[key] for key in keys}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    output = tmp_path_factory.mktemp("cluster") / "sp ace"
+    made = bake.run_cookiecutter(output, flags=("--no-input", "--accept-hooks", "no"))
+    assert made.returncode == 0, made.stderr
+    return Project(output / "my_flax_project")
+
+
+@pytest.fixture(scope="module")
+def straight(project):
+    """The outcome of two processes that nothing stopped."""
+    project.succeed("bash", "launch.sh", "local", 2, *FLAGS, "--workdir", "runs/straight")
+    return project.outcome(project.root / "runs/straight")
+
+
+def reached(run: Path, step: int) -> bool:
+    log = run / "train.log"
+    return log.exists() and f"step {step}/" in log.read_text()
+
+
+# -------------------------------------------------------------------------------------------- Slurm
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    reason = slurm_cluster.unavailable()
+    if reason:
+        pytest.skip(reason)
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "home") as cluster:
+        yield cluster
+
+
+def submit(slurm, project, *options) -> tuple[str, Path]:
+    """Submit the batch file as its comments say; return the job and its run directory."""
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    environment = {name: project.environment[name] for name in project.environment if "JAX" in name}
+    job = slurm.run(
+        *command, *options, "launch/slurm.sbatch", *FLAGS, cwd=project.root, **environment
+    )
+    return job, project.root / f"runs/slurm-{job}"
+
+
+def explain(slurm, project, job):
+    def text():
+        log = project.root / f"slurm-{job}.out"
+        return f"{slurm.field(job, 'JobState')} {log.read_text()[-3000:]}"
+
+    return text
+
+
+@pytest.mark.parametrize("stop", ["scancel --signal=TERM", "scontrol requeue", "time limit"])
+def test_a_slurm_job_that_is_stopped_goes_on_and_ends_as_if_never_stopped(
+    slurm, project, straight, stop
+):
+    options = ["--time=1", "--signal=TERM@35"] if stop == "time limit" else []
+    job, run = submit(slurm, project, *options)
+    why = explain(slurm, project, job)
+    if stop != "time limit":
+        wait_until(lambda: reached(run, 40), 90, why)
+        slurm.run(*stop.split(), job)
+
+    def is_over():
+        slurm.start_now(job)
+        return slurm.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+    wait_until(is_over, 240, why)
+    assert slurm.field(job, "JobState") == "COMPLETED", why()
+    assert int(slurm.field(job, "Restarts")) >= 1, why()
+    assert "preempted at step" in (run / "train.log").read_text()
+    assert "resumed at step" in (run / "train.log").read_text()
+    assert project.outcome(run) == straight
+
+
+def test_a_cancelled_slurm_job_saves_and_stays_cancelled(slurm, project):
+    job, run = submit(slurm, project)
+    why = explain(slurm, project, job)
+    wait_until(lambda: reached(run, 40), 90, why)
+    slurm.run("scancel", job)
+    wait_until(lambda: slurm.field(job, "JobState") == "CANCELLED", 90, why)
+    wait_until(lambda: (run / "result.json").exists(), 60, why)
+    assert json.loads((run / "result.json").read_text())["status"] == "preempted"
+
+
+def test_a_bad_setting_ends_a_slurm_job_with_2_and_no_requeue(slurm, project):
+    job, _ = submit(slurm, project)
+    slurm.run("scancel", job)
+    command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    job = slurm.run(*command, "launch/slurm.sbatch", "--batch-size", "0", cwd=project.root)
+    why = explain(slurm, project, job)
+    wait_until(lambda: slurm.field(job, "JobState") == "FAILED", 90, why)
+    assert slurm.field(job, "ExitCode") == "2:0"
+    assert "--batch-size 0: must be at least 1" in why()
+    assert slurm.field(job, "Restarts") == "0"
+
+
+# --------------------------------------------------------------------------------------- Open MPI
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
+def test_mpirun_trains_as_launch_sh_local_does(project, straight):
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    project.succeed(*mpirun, "bash", "launch.sh", "mpi", *FLAGS, "--workdir", "runs/mpi")
+    assert project.outcome(project.root / "runs/mpi") == straight
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
+def test_sigusr1_to_mpirun_stops_and_the_same_command_goes_on(project, straight):
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    command = [*mpirun, "bash", "launch.sh", "mpi", *FLAGS, "--workdir", "runs/mpi-stopped"]
+    process = project.start(*command)
+    run = project.root / "runs/mpi-stopped"
+    wait_until(lambda: reached(run, 40), 90, project.log.read_text)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 75, project.log.read_text()[-3000:]
+    project.succeed(*command)
+    assert project.outcome(run) == straight
+
+
+# --------------------------------------------------------------------------------- Local processes
+
+
+def ranks_of(process) -> dict[int, int]:
+    """Process ids of the ranks that launch.sh has started, by rank."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                environment = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            rank = [x.partition(b"=")[2] for x in environment if x.startswith(b"TRAIN_PROCESS_ID=")]
+            if rank and int(stat[1]) == process.pid:
+                found[int(rank[0])] = int(folder.name)
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_rank_ends_the_job_which_then_goes_on(project, rank):
+    name = f"runs/killed-{rank}"
+    command = ["bash", "launch.sh", "local", 4, *FLAGS, "--workdir", name]
+    process = project.start(*command)
+    log = project.log
+    wait_until(lambda: reached(project.root / name, 120), 120, log.read_text)
+    ranks = ranks_of(process)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    os.kill(ranks[rank], signal.SIGKILL)
+    began = time.monotonic()
+    code = process.wait(60)
+    assert time.monotonic() - began < 30
+    assert code == 137, log.read_text()[-3000:]
+    assert f"process {rank} failed with exit code 137" in log.read_text()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    text = project.succeed(*command)
+    assert re.search(r"resumed at step [1-9]00", text)
+    assert project.outcome(project.root / name)["status"] == "completed"

@@ -1,0 +1,146 @@
+"""The processes of one run: how they join, find out where they differ, and wait for each other."""
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+import socket
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from . import stop
+from .config import SettingError, flag
+
+ARRIVAL, PATIENCE = 120, 24 * 3600  # seconds, until all have joined; for the slowest later on
+
+_barriers = itertools.count()
+
+
+def join() -> None:
+    """Join the other processes of this run, when launch.sh started it as one of several.
+
+    launch.sh passes everything explicitly. JAX's own detection would also fire on Slurm, MPI or
+    Kubernetes variables that are merely left over, so it is only asked on TPU pods.
+    """
+    environ = os.environ
+    if jax.distributed.is_initialized():
+        return
+    jax.config.update("jax_enable_preemption_service", True)  # by which stop.py agrees on a step
+    try:
+        if environ.get("TRAIN_DISTRIBUTED") == "auto":
+            jax.distributed.initialize()
+        elif int(environ.get("TRAIN_NUM_PROCESSES", "1")) > 1:
+            require_free_port(environ["TRAIN_COORDINATOR"], environ["TRAIN_PROCESS_ID"])
+            ids = environ.get("TRAIN_LOCAL_DEVICE_IDS")
+            jax.distributed.initialize(
+                environ["TRAIN_COORDINATOR"],
+                int(environ["TRAIN_NUM_PROCESSES"]),
+                int(environ["TRAIN_PROCESS_ID"]),
+                local_device_ids=[int(i) for i in ids.split(",")] if ids else None,
+                cluster_detection_method="deactivate",
+                initialization_timeout=int(environ.get("TRAIN_COORDINATOR_TIMEOUT", ARRIVAL)),
+                heartbeat_timeout_seconds=20,  # how soon the others end after one was killed
+            )
+    except RuntimeError as error:
+        if "before any JAX" in str(error):
+            error.add_note(
+                "A module of this project computes with JAX while it is imported, as with X = "
+                "jnp.ones(3) outside of any function: do that in a function, or with NumPy."
+            )
+        raise
+    stop.repeat()
+
+
+def require_free_port(address: str, rank: str) -> None:
+    """Raise SettingError if process 0 cannot listen there: JAX itself would crash."""
+    if rank == "0":
+        try:
+            socket.create_server(("", int(address.rpartition(":")[2]))).close()
+        except OSError as error:
+            raise SettingError(
+                f"process 0 on {platform.node()} cannot listen at {address}: {error}. If another "
+                f"program uses this port, set TRAIN_PORT to a free one"
+            ) from error
+
+
+def wait_for_all(place: str) -> None:
+    """Wait until every process of the run got to this place.
+
+    This asks the service at which they joined: a collective would give up on a slow one within
+    half a minute.
+    """
+    if jax.process_count() > 1:
+        ocp.multihost.sync_global_processes(
+            f"{place} {next(_barriers)}",
+            timeout=PATIENCE,
+            processes=set(range(jax.process_count())),
+        )
+
+
+def gather(text: str) -> list[str]:
+    """The texts of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    wait_for_all("texts")
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    longest = np.max(multihost_utils.process_allgather(np.int32(len(encoded))))
+    padded = np.pad(encoded, (0, longest - len(encoded)))
+    return [bytes(x).rstrip(b"\0").decode() for x in multihost_utils.process_allgather(padded)]
+
+
+@contextlib.contextmanager
+def failing_together() -> Generator[None]:
+    """Raise a SettingError of some processes in all: the others would wait for these in vain."""
+    problem = None
+    try:
+        yield
+    except SettingError as error:
+        problem = error
+    problems = [text for text in gather(describe_problem(problem)) if text]
+    if problem and len(problems) == jax.process_count():
+        raise problem
+    if problems:
+        raise SettingError("; ".join(problems))
+
+
+def describe_problem(problem: Exception | None) -> str:
+    if problem is None:
+        return ""
+    return f"process {jax.process_index()} on {platform.node()}: {problem}"
+
+
+def require_same(facts: dict[str, Any]) -> None:
+    """Raise SettingError naming the processes whose facts differ from those of process 0."""
+    own = {"host": platform.node(), **dict(flatten(facts))}
+    first, *others = map(json.loads, gather(json.dumps(own)))
+    differing = []
+    for rank, other in enumerate(others, 1):
+        for name in sorted((first.keys() | other.keys()) - {"host"}):
+            if first.get(name) != other.get(name):
+                shown = name.removeprefix("settings.")
+                differing.append(
+                    f"process {rank} on {other['host']} has "
+                    f"{flag(shown) if shown != name else name} {other.get(name)}, process 0 on "
+                    f"{first['host']} has {first.get(name)}"
+                )
+    if differing:
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise SettingError(
+            f"the processes of this run differ: {'; '.join(differing[:5])}{more}. Start all with "
+            f"the same command, code, data and environment"
+        )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Generator[tuple[str, Any]]:
+    """Values by dotted name."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -5,6 +5,7 @@ is changed, and nothing of them outlives the `with`. Needs root, and Debian's sl
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -112,9 +113,9 @@ class Cluster:
         return dict(word.partition("=")[::2] for word in words)[name]
 
     def start_now(self, job: str) -> None:
-        """Do not make a requeued job wait its two minutes."""
+        """Do not make a requeued job wait its two minutes, and give it all its time again."""
         with contextlib.suppress(AssertionError):  # it may not be pending yet, or run again already
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
 
     def idle_nodes(self) -> int:
         with contextlib.suppress(AssertionError):  # the controller may not listen yet
@@ -143,7 +144,12 @@ def cluster(home: Path):
     command += ["bash", "-c", START, "cluster", str(home), " ".join(NODES)]
     with open(home / "daemons.log", "wb") as log:
         daemons = subprocess.Popen(
-            command, env=made.environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=made.environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_the_tests,
         )
     try:
         wait_until(lambda: made.idle_nodes() == len(NODES), 60, made.logs)
@@ -155,6 +161,11 @@ def cluster(home: Path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(daemons.pid, signal.SIGKILL)
         daemons.wait()
+
+
+def end_with_the_tests() -> None:
+    """Ask Linux to kill this process when its parent is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def wait_until(condition, seconds: float, explain=lambda: "") -> None:

@@ -493,29 +493,6 @@ def test_kubernetes_replaces_the_shell_by_python(launcher, coordinator):
     assert seen["env"] == {**{k: str(v) for k, v in pod.items()}, "TRAIN_PROCESS_ID": "1"}
 
 
-@pytest.mark.parametrize(
-    ("rank", "address", "reason"),
-    [(1, "127.0.0.1:1", "refused"), (0, "nowhere.invalid:80", "")],
-)
-def test_an_unreachable_coordinator_is_named(launcher, rank, address, reason):
-    pod = {"TRAIN_NUM_PROCESSES": 2, "TRAIN_COORDINATOR": address, "JOB_COMPLETION_INDEX": rank}
-    result = launcher.run("kubernetes", **pod, TRAIN_COORDINATOR_TIMEOUT=0)
-    assert result.returncode == 1
-    assert f"process {rank} on " in result.stderr
-    assert address in result.stderr and reason in result.stderr
-    assert not list(launcher.notes.iterdir())
-
-
-def test_a_stop_request_while_waiting_for_the_coordinator_exits_with_75(launcher):
-    launcher.command("sleep", 'touch "$STUB_DIR/asleep"; exec /bin/sleep "$@"')
-    pod = {"TRAIN_NUM_PROCESSES": 2, "TRAIN_COORDINATOR": "127.0.0.1:1"}
-    process = launcher.start("kubernetes", **pod, JOB_COMPLETION_INDEX=1)
-    wait_until((launcher.notes / "asleep").exists, "the first attempt")
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 75
-
-
 def test_the_manifest_agrees_with_itself_and_with_launch_sh(launcher):
     text = (PROJECT / "launch/jobset.yaml").read_text(encoding="utf-8")
     jobset = yaml.safe_load(bake.render(text, {"project_slug": "my_net_2"}))

@@ -422,6 +422,52 @@ def test_a_port_in_use_is_named(server, tmp_path):
     assert address in text and "TRAIN_PORT" in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("rank", "address", "reason"), [(1, "127.0.0.1:1", "refused"), (0, "nowhere.invalid:80", "")]
+)
+def test_an_unreachable_coordinator_is_named(server, tmp_path, rank, address, reason):
+    words = flags(server, IMAGES, workdir=tmp_path / "run")
+    env = {"TRAIN_COORDINATOR": address, "TRAIN_NUM_PROCESSES": "2"}
+    env |= {"TRAIN_PROCESS_ID": str(rank), "TRAIN_COORDINATOR_TIMEOUT": "1"}
+    text = server.start(train_with, {}, *words, env=env).ends_with(1)
+    (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert f"process {rank} on " in message and address in message and reason in message
+    assert "Traceback" not in text and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("others_come", [True, False])
+def test_a_stop_request_while_the_others_are_not_there(server, tmp_path, others_come):
+    """It joins them first, if they come: they would wait for it."""
+    words = flags(server, IMAGES, workdir=tmp_path / "run")
+    env = {"TRAIN_COORDINATOR": f"127.0.0.1:{free_port()}", "TRAIN_NUM_PROCESSES": "2"}
+    env |= {"TRAIN_COORDINATOR_TIMEOUT": "30" if others_come else "3"}
+    hook = {"signal_while_waiting": None}
+    ranks = [server.start(train_with, hook, *words, env=env | {"TRAIN_PROCESS_ID": "1"})]
+    if others_come:
+        while "sent" not in ranks[0].text:
+            time.sleep(0.05)
+        ranks.append(server.start(train_with, {}, *words, env=env | {"TRAIN_PROCESS_ID": "0"}))
+    end(ranks, 75)
+
+
+def signal_while_waiting(get, _):
+    """SIGTERM to this process when it finds nobody at the coordinator's address."""
+    processes = get("processes")
+    sleep = time.sleep
+
+    class Time:
+        monotonic = time.monotonic
+
+        @staticmethod
+        def sleep(seconds):
+            if get("stop").requested is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                print("sent", flush=True)
+            sleep(seconds)
+
+    processes.time = Time
+
+
 def test_a_computation_at_import_is_explained(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     for text in end(start(server, 2, words, {"compute_at_import": None}), 1):

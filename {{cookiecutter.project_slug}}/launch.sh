@@ -17,7 +17,7 @@
 #   TRAIN_DISTRIBUTED=auto   in place of the four above on a TPU, where JAX finds out itself
 #
 # Two more are yours to set: TRAIN_PORT, a port for the coordinator (two launches inside one
-# Slurm job need it), and TRAIN_COORDINATOR_TIMEOUT, how long to wait for it in seconds.
+# Slurm job need it), and TRAIN_COORDINATOR_TIMEOUT, how long all wait for each other in seconds.
 #
 # Kept to bash 3.2, so that it runs on macOS too.
 set -u
@@ -64,34 +64,6 @@ join() {
 }
 
 train() { exec "$python" -u -m "$package.train" "$@"; }
-
-# Process 0 opens its port once its imports are done, some seconds from now. JAX itself aborts
-# without a Python error when it cannot connect, so look first and say what is wrong.
-wait_for_coordinator() {
-  [ -n "${TRAIN_COORDINATOR:-}" ] || return 0
-  local probe error timeout=${TRAIN_COORDINATOR_TIMEOUT:-120}
-  probe='
-import socket, sys
-try:
-    host, port = sys.argv[1].rsplit(":", 1)
-    socket.getaddrinfo(host.strip("[]"), int(port))
-    if sys.argv[2] != "0":  # process 0 needs no more than its own name
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-except (OSError, ValueError) as error:
-    sys.exit(str(error))'
-  trap 'exit 75' TERM INT USR1 # asked to stop before the first update
-  SECONDS=0
-  until error=$("$python" -c "$probe" "$TRAIN_COORDINATOR" "$TRAIN_PROCESS_ID" 2>&1); do
-    if [ "$SECONDS" -ge "$timeout" ]; then
-      say "process $TRAIN_PROCESS_ID on $(hostname) did not reach the coordinator at" \
-        "$TRAIN_COORDINATOR within $timeout s ($error). Has process 0 failed, is the address" \
-        "right, is there a firewall? TRAIN_COORDINATOR_TIMEOUT=seconds waits longer."
-      exit 1
-    fi
-    sleep 1
-  done
-  trap - TERM INT USR1
-}
 
 # gpus LOCAL_RANK RANKS_ON_THIS_HOST: the TRAIN_LOCAL_DEVICE_IDS of this process.
 gpus() {
@@ -229,7 +201,6 @@ run_slurm_rank() { # what srun starts, once per process
   local coordinator=$1 per_host=$(((SLURM_NTASKS + SLURM_NNODES - 1) / SLURM_NNODES))
   shift
   join "$coordinator" "$SLURM_NTASKS" "$SLURM_PROCID" "$(gpus "$SLURM_LOCALID" "$per_host")"
-  wait_for_coordinator
   train "$@"
 }
 
@@ -254,7 +225,6 @@ run_mpi() {
     usage 'mpi: on several hosts, name the host of rank 0 and a free port on it:' \
       'mpirun -x TRAIN_COORDINATOR=host:port ... (MPICH, Intel: -genv TRAIN_COORDINATOR host:port)'
   join "$coordinator" "$size" "$rank" "$(gpus "$local_rank" "$local_size")"
-  wait_for_coordinator
   train "$@"
 }
 
@@ -268,7 +238,6 @@ run_kubernetes() {
   done
   # A pod sees no GPUs but its own. train replaces this shell, so that SIGTERM reaches Python.
   join "$TRAIN_COORDINATOR" "$TRAIN_NUM_PROCESSES" "$JOB_COMPLETION_INDEX" ''
-  wait_for_coordinator
   train "$@"
 }
 

@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import socket
+import sys
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -22,6 +24,10 @@ ARRIVAL, PATIENCE = 120, 24 * 3600  # seconds, until all have joined; for the sl
 _barriers = itertools.count()
 
 
+class Unreachable(ConnectionError):
+    """The other processes did not come, or cannot be reached."""
+
+
 def join() -> None:
     """Join the other processes of this run, when launch.sh started it as one of several.
 
@@ -36,15 +42,17 @@ def join() -> None:
         if environ.get("TRAIN_DISTRIBUTED") == "auto":
             jax.distributed.initialize()
         elif int(environ.get("TRAIN_NUM_PROCESSES", "1")) > 1:
-            require_free_port(environ["TRAIN_COORDINATOR"], environ["TRAIN_PROCESS_ID"])
             ids = environ.get("TRAIN_LOCAL_DEVICE_IDS")
+            address, rank = environ["TRAIN_COORDINATOR"], int(environ["TRAIN_PROCESS_ID"])
+            timeout = int(environ.get("TRAIN_COORDINATOR_TIMEOUT", ARRIVAL))
+            require_coordinator(address, rank, timeout)
             jax.distributed.initialize(
-                environ["TRAIN_COORDINATOR"],
+                address,
                 int(environ["TRAIN_NUM_PROCESSES"]),
-                int(environ["TRAIN_PROCESS_ID"]),
+                rank,
                 local_device_ids=[int(i) for i in ids.split(",")] if ids else None,
                 cluster_detection_method="deactivate",
-                initialization_timeout=int(environ.get("TRAIN_COORDINATOR_TIMEOUT", ARRIVAL)),
+                initialization_timeout=timeout,
                 heartbeat_timeout_seconds=20,  # how soon the others end after one was killed
             )
     except RuntimeError as error:
@@ -57,11 +65,36 @@ def join() -> None:
     stop.repeat()
 
 
-def require_free_port(address: str, rank: str) -> None:
-    """Raise SettingError if process 0 cannot listen there: JAX itself would crash."""
-    if rank == "0":
+def require_coordinator(address: str, rank: int, timeout: float) -> None:
+    """Wait until process 0 listens at this address, or see that it can if this is process 0.
+
+    JAX itself would end this process without a Python error when it cannot connect. Raises
+    SettingError for a port in use, Unreachable after `timeout` seconds.
+    """
+    host, _, port = address.rpartition(":")
+    began = time.monotonic()
+    while True:
         try:
-            socket.create_server(("", int(address.rpartition(":")[2]))).close()
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            if rank:
+                socket.create_connection(found[0][4][:2], timeout=5).close()
+            break
+        except OSError as error:
+            reason = error
+        waited = time.monotonic() - began
+        # Even when asked to stop, join the others first: they may be waiting for this process.
+        if stop.requested and waited > min(timeout, 20):
+            sys.exit(stop.EXIT_CODES["preempted"])
+        if waited > timeout:
+            raise Unreachable(
+                f"process {rank} on {platform.node()} did not reach the coordinator at {address} "
+                f"within {timeout} s ({reason}). Has process 0 failed, is the address right, is "
+                f"there a firewall? TRAIN_COORDINATOR_TIMEOUT=seconds waits longer"
+            )
+        time.sleep(0.5)
+    if rank == 0:
+        try:
+            socket.create_server(("", int(port))).close()
         except OSError as error:
             raise SettingError(
                 f"process 0 on {platform.node()} cannot listen at {address}: {error}. If another "

@@ -172,6 +172,9 @@ def cli() -> int:
     except SettingError as error:
         print(f"error: {error}", file=sys.stderr)
         return stop.BAD_SETTING
+    except processes.Unreachable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return stop.EXIT_CODES["failed"]
     return stop.EXIT_CODES[result["status"]]
 
 

@@ -23,10 +23,13 @@ def loss_and_metrics(logits: jax.Array, batch: dict[str, jax.Array]) -> dict[str
     should.
     """
     targets, mask = batch["tokens"][:, 1:].astype(jnp.int32), batch["mask"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    logits = logits.astype(jnp.float32)
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    loss = cross_entropy
     rows = jnp.any(mask > 0, axis=1)
     return {
         "loss": (jnp.sum(loss * mask), jnp.sum(mask)),
+        "cross_entropy": (jnp.sum(cross_entropy * mask), jnp.sum(mask)),
         "num_examples": (jnp.sum(rows, dtype=jnp.float32), jnp.float32(1)),
     }
 
@@ -34,8 +37,9 @@ def loss_and_metrics(logits: jax.Array, batch: dict[str, jax.Array]) -> dict[str
 def report(totals: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Turn the (sum, weight) of a whole evaluation or log interval into the numbers to show."""
     means = {name: total / weight for name, (total, weight) in totals.items() if weight}
-    if "loss" in means:  # nats per token, and a token is a byte
-        means["perplexity"] = math.exp(min(means["loss"], 700))
-        means["bits_per_byte"] = means["loss"] / math.log(2)
+    if "cross_entropy" in means:  # nats per token, and a token is a byte
+        nats = means.pop("cross_entropy")
+        means["perplexity"] = math.exp(min(nats, 700))
+        means["bits_per_byte"] = nats / math.log(2)
     counts = {"num_tokens": totals["loss"][1], "num_examples": totals["num_examples"][0]}
     return means | {name: int(count) for name, count in counts.items()}

@@ -461,3 +461,11 @@ def test_every_test_that_the_docs_name_exists(page):
     assert len(named) > 20
     for file, test in named:
         assert f"def {test}(" in (bake.ROOT / file).read_text(encoding="utf-8"), (file, test)
+
+
+def test_cuda_is_for_linux_only(tmp_path):
+    text = (render(tmp_path) / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    for name in ("cuda12", "cuda13", "tpu"):
+        assert all(entry.endswith("; sys_platform == 'linux'") for entry in extras[name])
+    assert "metal" not in text

@@ -61,6 +61,15 @@ def test_a_bad_flag_is_named(flags, named):
         assert "--xla_gpu_autotune_level=4" not in message
 
 
+def test_cuda_libraries_of_the_system_are_named(tmp_path):
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia/__init__.py").touch()  # as the wheels of jax[cuda13] are
+    libraries = {"LD_LIBRARY_PATH": "/opt/lib:/usr/local/cuda/lib64"}
+    assert check(**libraries).returncode == 0
+    result = check(**libraries, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2 and "/usr/local/cuda/lib64, which hides" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "word"),
     [

@@ -512,6 +512,24 @@ def test_the_manifest_agrees_with_itself_and_with_launch_sh(launcher):
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
+def test_the_manifest_holds_valid_objects():
+    """The Job in it, and the Pod in that, by the schemas of Kubernetes itself."""
+    validate = pytest.importorskip("kubernetes_validate")
+    text = (PROJECT / "launch/jobset.yaml").read_text(encoding="utf-8")
+    jobset = yaml.safe_load(bake.render(text, {"project_slug": "my_net"}))
+    assert all(rule["name"] for rule in jobset["spec"]["failurePolicy"]["rules"])  # of JobSet's
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}}
+    job |= {"spec": workers["template"]["spec"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+    pod |= {"spec": job["spec"]["template"]["spec"]}
+    for each in (job, pod):
+        validate.validate(each, validate.latest_version(), strict=True)
+    job["spec"]["backofLimit"] = 0
+    with pytest.raises(validate.ValidationError):
+        validate.validate(job, validate.latest_version(), strict=True)
+
+
 # --- tpu --------------------------------------------------------------------------------------
 
 GCLOUD = """printf '%s\\n' "$@" > "$STUB_DIR/gcloud-$4"

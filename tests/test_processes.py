@@ -205,6 +205,37 @@ def test_everything_on_at_once_with_sharded_parameters(server, tmp_path):
     assert len(re.findall(r" eval  step 4/", logged)) == 1
 
 
+@pytest.mark.parametrize("package", [TEXT, TEXT_NNX])
+def test_a_device_holds_its_share_of_parameters_moments_and_average(server, package):
+    words = flags(server, package, **{"model.width": 256, "ema_decay": 0.9, "batch_size": 8})
+    whole = server.start(bytes_per_device, 1, *words, package=package).answer()
+    split = server.start(bytes_per_device, 8, *words, package=package).answer()
+    for name in ("parameters", "moments", "average"):
+        assert whole[name] / split[name] == pytest.approx(8, rel=0.05), name
+
+
+def bytes_per_device(get, devices, *words):
+    """The most bytes that any of these devices holds, by what they are."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    config = get("workdir").parse_settings([*words, "--mesh.fsdp", str(devices)])
+    dataset = get("data").load(config)
+    grid = get("mesh").create_mesh(config.mesh, config.batch_size, 1)
+    create, _ = get("train_state").plan_train_state(config, dataset, grid)
+    state = create()
+
+    def most(tree):
+        held = dict.fromkeys(jax.devices(), 0)
+        for array in jax.tree.leaves(tree):
+            for shard in array.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+        return max(held.values())
+
+    parts = {"parameters": state.params, "moments": state.opt_state, "average": state.ema}
+    return {name: most(tree) for name, tree in parts.items()}
+
+
 # -------------------------------------------------------------------------------------------- Stops
 
 
@@ -305,6 +336,25 @@ def sleep_before(get, step):
 
 
 # -------------------------------------------------------------------------------- Before the start
+
+
+def test_one_process_stays_alone_whatever_is_left_in_the_environment(server, tmp_path):
+    slurm = {"JOB_ID": "7", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": "1"}
+    slurm |= {"LOCALID": "0", "JOB_NODELIST": "n[1-2]", "NNODES": "2"}
+    env = {f"SLURM_{name}": value for name, value in slurm.items()}
+    env |= {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+    env |= {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    words = flags(server, IMAGES, workdir=tmp_path / "run")
+    server.start(train_with, {}, *words, env=env).ends_with(0)
+    assert json.loads((tmp_path / "run/result.json").read_text())["processes"] == 1
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_hardware_that_is_not_there_is_named_with_the_way_out(server, tmp_path, platform):
+    words = flags(server, IMAGES, workdir=tmp_path / "run", platform=platform)
+    text = server.start(train_with, {}, *words).ends_with(2)
+    assert f"error: --platform {platform}: " in text and "extra" in text
+    assert "Traceback" not in text and not (tmp_path / "run").exists()
 
 
 def refused(server, words, *expected, **options):
@@ -470,8 +520,11 @@ def signal_while_waiting(get, _):
 
 def test_a_computation_at_import_is_explained(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
-    for text in end(start(server, 2, words, {"compute_at_import": None}), 1):
-        assert "outside of any function" in text
+    env = {"TRAIN_COORDINATOR": f"127.0.0.1:{free_port()}", "TRAIN_NUM_PROCESSES": "2"}
+    env |= {"TRAIN_PROCESS_ID": "0"}
+    hook = {"compute_at_import": None}
+    text = server.start(train_with, hook, *words, env=env).ends_with(1)
+    assert "outside of any function" in text
 
 
 def compute_at_import(get, _):

@@ -1013,6 +1013,42 @@ def raise_loss_scale(get, _):
     module.create_train_state = raised
 
 
+# -------------------------------------------------------------------------------------------- Speed
+
+
+def test_a_run_that_waits_for_its_data_says_so_once(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path, total_steps=24)
+    text = server.start(train_with, {"slow_data": None}, *words).ends_with(0)
+    assert text.count("--data.workers") == 1
+    assert result_of(tmp_path)["input_wait_fraction"] > 0.2
+
+
+def slow_data(get, _):
+    batches = get("batches")
+    indices = batches.train_indices
+
+    def slowly(*args):
+        time.sleep(0.1)
+        return indices(*args)
+
+    batches.train_indices = slowly
+
+
+def test_the_second_run_compiles_nothing(server, tmp_path):
+    found = []
+    for name in ("one", "two"):
+        words = flags(server, IMAGES, workdir=tmp_path / name)
+        server.start(train_with, {"use_cache": str(tmp_path / "cache")}, *words).ends_with(0)
+        found.append({x.name for x in (tmp_path / "cache").iterdir() if x.name.endswith("-cache")})
+    assert found[0] and found[0] == found[1]
+
+
+def use_cache(get, directory):
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", directory)
+
+
 # ----------------------------------------------------------------------------------------- Settings
 
 

@@ -1,6 +1,7 @@
 """The train step: what one batch does to the state."""
 
 import dataclasses
+import typing
 
 import jax
 import numpy as np
@@ -50,7 +51,8 @@ def test_a_finite_step_updates_everything_and_ends_the_row_of_skipped_ones(setup
     state, step, rows, sharding = setup()
     state, _, _ = step(state, jax.device_put(poison(rows), sharding))
     before = jax.device_get(state.params)
-    state, metrics, guard = step(state, jax.device_put(rows, sharding))
+    for _ in range(2):  # what starts at zero may hide others from the first update
+        state, metrics, guard = step(state, jax.device_put(rows, sharding))
     changed = jax.tree.map(
         lambda a, b: not np.array_equal(a, b), before, jax.device_get(state.params)
     )
@@ -88,7 +90,9 @@ def test_accumulation_sees_every_row_once(setup):
     assert metrics["loss"][1] == rows["mask"].sum()
 
 
-def test_dropout_differs_from_step_to_step_and_repeats_on_resume(setup):
+def test_dropout_differs_from_step_to_step_and_repeats_on_resume(module, setup):
+    if not getattr(module("model").TINY, "dropout_rate", 0):
+        pytest.skip("the model has no dropout")
     state, step, rows, sharding = setup()
     batch = jax.device_put(rows, sharding)
 
@@ -100,8 +104,13 @@ def test_dropout_differs_from_step_to_step_and_repeats_on_resume(setup):
     assert loss(0) != loss(1)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon"])
-def test_weight_decay_shrinks_kernels_only(module, name):
+def test_weight_decay_shrinks_kernels_only(module):
+    fields = typing.get_type_hints(module("config").OptimizerConfig)
+    for name in typing.get_args(fields["name"]):
+        check_weight_decay(module, name)
+
+
+def check_weight_decay(module, name):
     optimizer = module("optimizer")
     config = module("config").OptimizerConfig(name=name, weight_decay=0.5, learning_rate=0.1)
     tx = optimizer.create_optimizer(config, lambda count: 0.1)

@@ -16,7 +16,7 @@ from importlib import metadata
 PARSERS = {
     "XLA_FLAGS": "import jaxlib._jax as jaxlib; jaxlib.CompileOptions()",
     "LIBTPU_INIT_ARGS": "from jax.experimental import topologies; "
-    "topologies.get_topology_desc('tpu', topology_name='v5e:2x2')",
+    "topologies.get_topology_desc('v5e:2x2', 'tpu')",
 }
 PACKAGES = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}
 # Where there is no TPU, libtpu looks for one at its cloud for minutes.

@@ -46,11 +46,16 @@ class Progress:
     total_steps: int = 0
     """Length of the run, which may grow."""
 
-    def update(self, step: int, metric: float) -> bool:
-        """Take note of an evaluation; True if it is a new best. Of equal ones the first is best."""
+    def update(self, step: int, scores: dict[str, float]) -> bool:
+        """Take note of an evaluation; True if it is a new best.
+
+        Of equal ones the first is best. One with a metric that is not finite never is: accuracy,
+        for one, is a number even when the loss is NaN.
+        """
+        metric, is_finite = scores[task.BEST_METRIC], all(map(math.isfinite, scores.values()))
         sign = 1 if task.HIGHER_IS_BETTER else -1
         best = -math.inf if self.best_metric is None else sign * self.best_metric
-        is_best = math.isfinite(metric) and sign * metric > best
+        is_best = is_finite and sign * metric > best
         if is_best:
             self.best_step, self.best_metric = step, metric
         self.evaluated_step = step

@@ -62,6 +62,7 @@ def load_run(
     path: Path, checkpoint: str
 ) -> tuple[Config, data.Data, jax.sharding.Mesh, TrainState]:
     """Settings, data, mesh and state of a run. Raises SettingError if it has no such checkpoint."""
+    path = path.expanduser().resolve()
     config = workdir.saved_config(path)
     if config is None:
         raise SettingError(f"--workdir {path}: there is no run here (no config.json)")
@@ -86,8 +87,7 @@ def load_run(
 
 def main(options: EvaluateConfig) -> dict[str, float]:
     """Score one checkpoint of a run and return its metrics."""
-    path = Path(options.workdir).expanduser().resolve()
-    config, dataset, grid, state = load_run(path, options.checkpoint)
+    config, dataset, grid, state = load_run(Path(options.workdir), options.checkpoint)
     stream = batches.eval_batches(
         getattr(dataset, options.split), config, mesh.batch_sharding(grid)
     )

@@ -37,10 +37,12 @@ def require_devices(config: Config) -> None:
             "another process of this machine holds it: stop that, or wait"
             if "in use" in str(error)
             else 'install the matching extra (pip install -e ".[cuda13]", "[cuda12]" or "[tpu]"), '
-            "check the driver, or use --platform auto"
+            "check the driver, or use --platform auto without JAX_PLATFORMS"
         )
+        asked = os.environ.get("JAX_PLATFORMS") if config.platform == "auto" else None
         raise SettingError(
-            f"--platform {config.platform}: JAX finds no such device here: {advice} "
+            f"{f'JAX_PLATFORMS={asked}' if asked else f'--platform {config.platform}'}: JAX finds "
+            f"no such device here: {advice} "
             f"({str(error) or type(error).__name__})"
         ) from error
     counts = collections.Counter(device.process_index for device in devices)

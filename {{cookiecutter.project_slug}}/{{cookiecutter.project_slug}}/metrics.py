@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Generator
@@ -151,6 +152,13 @@ class Recorder:
         shown = {name: value for name, value in metrics.items() if not name.startswith("num_")}
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         self.bar.clear()
+        bad = [name for name, value in shown.items() if not math.isfinite(value)]
+        if bad:
+            log.warning(
+                "step %d: not finite in %s: %s. Such an evaluation is never the best; compare with "
+                "--precision float32",
+                *(step, kind, ", ".join(bad)),
+            )
         log.info("%-5s step %d/%d  %s", kind, step, self.config.total_steps, text)
         if self.tensorboard and kind != "test":  # which is a result, not a curve
             self.tensorboard.write(step, {f"{kind}/{name}": x for name, x in shown.items()})

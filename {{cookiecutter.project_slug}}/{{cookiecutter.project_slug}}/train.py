@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from . import batches, data, logs, mesh, processes, task, workdir
+from . import batches, data, logs, mesh, processes, workdir
 from .checkpoint import Checkpoints, Progress
 from .config import Config, SettingError, check, resolve
 from .evaluate import evaluate
@@ -101,7 +101,7 @@ def main(config: Config) -> dict[str, Any]:
                     stopping = scores is None
                     if scores:
                         recorder.write("eval", step, scores)
-                        is_best = progress.update(step, scores[task.BEST_METRIC])
+                        is_best = progress.update(step, scores)
                 is_enough = 0 < config.early_stopping_patience <= progress.evaluations_since_best
                 if stopping:
                     ending = "preempted"

@@ -531,3 +531,13 @@ def compute_at_import(get, _):
     import jax.numpy as jnp
 
     get("model").OFFSET = jnp.ones(3)
+
+
+def test_an_exception_of_one_process_ends_all_soon(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path / "run")
+    began = time.monotonic()
+    ranks = start(server, 2, words, hooks_of={1: {"raise_before": 5}})
+    assert ranks[1].wait() == 1
+    assert "RuntimeError: boom" in ranks[1].text
+    assert ranks[0].wait() not in (0, 2, 75)
+    assert time.monotonic() - began < 90  # JAX alone: 5 minutes

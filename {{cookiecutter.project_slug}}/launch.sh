@@ -143,7 +143,7 @@ supervise() {
       unset "pids[rank]"
       [ "$status" -ne 0 ] || continue
       # 75 is no failure. 134 is how JAX ends when another process died: prefer that other one.
-      if [ -z "$first" ] || [ "$code" -eq 75 ] || { [ -n "$news" ] && [ "$code" -eq 134 ]; }; then
+      if [ -z "$first" ] || [ "$code" -eq 75 ] || { [ "$code" -eq 134 ] && [ "$status" -ne 75 ]; }; then
         first=$rank code=$status news=yes
       fi
     done
@@ -171,7 +171,7 @@ supervise() {
   done
 
   # The signal may have met a process in its first instants, before Python could handle it.
-  case ${passed:+$code} in 130 | 138 | 143) code=75 ;; esac
+  case ${passed:+$code} in 130 | 138 | 143 | 158) code=75 ;; esac
   if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
     say "process $first failed with exit code $code"
     if [ "$first" -gt 0 ]; then

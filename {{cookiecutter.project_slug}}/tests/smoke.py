@@ -52,6 +52,8 @@ def prepare_environment(scratch: str) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_COMPILATION_CACHE_DIR": f"{scratch}/cache",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Quick to compile matters here, and quick to run does not.
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
     sys.path.insert(0, str(ROOT))
     sys.dont_write_bytecode = True

@@ -107,4 +107,4 @@ def test_evaluation_counts_every_row_once_for_any_batch_size(module, config, dat
         scores.append(evaluate.main(evaluate.EvaluateConfig(workdir=config.workdir)))
     for score in scores:
         assert score["num_examples"] == 21
-        assert score == pytest.approx(scores[0], rel=1e-6)
+        assert score == pytest.approx(scores[0], rel=1e-5)  # perplexity is an exponential

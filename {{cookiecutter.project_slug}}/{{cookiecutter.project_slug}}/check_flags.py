@@ -31,6 +31,9 @@ def check_flags(name: str, text: str) -> list[str]:
         words = shlex.split(text)
     except ValueError as error:
         return [f"{name}: {error}, in {text}"]
+    if name == "XLA_FLAGS" and os.path.isfile(text):  # XLA reads the flags in it
+        reason = probe(name, text)
+        return [f"{name}: the flags in {text} end the process: {reason}"] if reason else []
     problems = [problem for word in words if (problem := misplaced(name, word))]
     known = importlib.util.find_spec(PACKAGES[name])
     if problems or not words or not known or probe(name, text) is None:
@@ -69,12 +72,12 @@ def probe(name: str, text: str) -> str | None:
 def check_environment(environ: dict[str, str]) -> list[str]:
     """What is wrong with the other variables, a sentence each."""
     problems = []
-    if {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} <= environ.keys():
+    if environ.get("XLA_CLIENT_MEM_FRACTION") and environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
         problems.append(
             "XLA_CLIENT_MEM_FRACTION and its old name, XLA_PYTHON_CLIENT_MEM_FRACTION, are both "
             "set, and JAX refuses to start: unset the old one"
         )
-    allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() or "default"
     if allocator not in ALLOCATORS:
         problems.append(
             f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}: must be one of {', '.join(ALLOCATORS)}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import shutil
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import task
 from .config import SettingError
-from .processes import wait_for_all
+from .processes import gather, require_same, wait_for_all
 from .train_state import TrainState
 from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 
@@ -45,6 +46,11 @@ class Progress:
     """Mean loss of the first log interval: a blow-up is judged by it."""
     total_steps: int = 0
     """Length of the run, which may grow."""
+
+    def extend(self, total_steps: int) -> None:
+        """Take note of the length of the run: an early stop was for the shorter one."""
+        if total_steps > self.total_steps:
+            self.total_steps, self.evaluations_since_best = total_steps, 0
 
     def update(self, step: int, scores: dict[str, float]) -> bool:
         """Take note of an evaluation; True if it is a new best.
@@ -121,7 +127,7 @@ class Checkpoints:
             self.failed = True
             raise SaveFailed(
                 f"a checkpoint could not be written to {self.directory}: {_summary(error)}. The "
-                f"ones before it are there: make room, then run the same command again"
+                f"ones before it are there: make room, then go on with the same --workdir"
             ) from None
 
     def close(self) -> None:
@@ -169,7 +175,7 @@ class Checkpoints:
         """
         self._tidy_up()
         found, damaged = None, {}
-        for step in self.steps:
+        for step in json.loads(gather(json.dumps(self.steps))[0]):  # as process 0 sees them
             try:
                 found = self.restore(step, state)
                 break
@@ -183,6 +189,7 @@ class Checkpoints:
         for step, reason in damaged.items():
             log.warning("%s; it is moved to damaged/, and an older one is used", reason)
             self._move(step, self.directory.parent / "damaged")
+        require_same({"the restored checkpoint": int(found[0].step) if found else None})
         self.best_step = found[1].best_step if found else None
         return found
 

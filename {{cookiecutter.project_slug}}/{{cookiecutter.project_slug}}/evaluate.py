@@ -33,8 +33,7 @@ def evaluate(
         for batch in stream:
             if not keep_going():
                 return None
-            with jax.transfer_guard_host_to_device("allow"):
-                parts.append(score_batch(state, batch))
+            parts.append(score_batch(state, batch))
             if len(parts) > 2:  # no more than a few batches wait in the device's memory
                 jax.block_until_ready(parts[-3])
     parts = jax.device_get(parts)
@@ -66,9 +65,7 @@ def load_run(
     config = workdir.saved_config(path)
     if config is None:
         raise SettingError(f"--workdir {path}: there is no run here (no config.json)")
-    mesh.select_platform(config)
-    processes.join()
-    mesh.require_devices(config)
+    mesh.open_devices(config)
     devices = jax.device_count()
     config = dataclasses.replace(
         config,
@@ -104,9 +101,9 @@ def cli() -> int:
     )
     try:
         scores = main(options)
-    except SettingError as error:
+    except (SettingError, processes.Unreachable) as error:
         print(f"error: {error}", file=sys.stderr)
-        return stop.BAD_SETTING
+        return stop.BAD_SETTING if isinstance(error, SettingError) else stop.EXIT_CODES["failed"]
     if jax.process_index() == 0:
         if options.json:
             print(json.dumps(scores))

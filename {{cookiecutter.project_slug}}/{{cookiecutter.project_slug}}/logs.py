@@ -1,5 +1,6 @@
 """Where log lines go: the terminal and train.log."""
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -44,7 +45,8 @@ def add_handler(handler: logging.Handler) -> None:
 
     def give_up(record):
         log.removeHandler(handler)
-        print(f"{handler}: gets no more lines ({sys.exc_info()[1]})", file=sys.stderr)
+        with contextlib.suppress(OSError):  # when the terminal is gone
+            print(f"{handler}: gets no more lines ({sys.exc_info()[1]})", file=sys.stderr)
 
     handler.handleError = give_up  # type: ignore[method-assign]
     log.addHandler(handler)

@@ -3,17 +3,26 @@
 import collections
 import logging
 import os
+import re
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from . import processes
 from .config import Config, MeshConfig, SettingError
 
 log = logging.getLogger(__package__)
 
 SMALL = 2**14  # elements below which splitting an array costs more than it saves
+
+
+def open_devices(config: Config) -> None:
+    """Join the other processes and find the devices. Raises SettingError if they do not fit."""
+    select_platform(config)
+    processes.join()
+    require_devices(config)
 
 
 def select_platform(config: Config) -> None:
@@ -33,6 +42,10 @@ def require_devices(config: Config) -> None:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
+        if jax.distributed.is_initialized() and re.search("DEADLINE|opology", str(error)):
+            raise processes.Unreachable(
+                f"other processes did not report their devices, see their logs ({error})"
+            ) from error
         advice = (
             "another process of this machine holds it: stop that, or wait"
             if "in use" in str(error)

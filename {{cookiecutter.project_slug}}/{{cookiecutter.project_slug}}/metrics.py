@@ -49,7 +49,6 @@ class Recorder:
         self.is_writer = jax.process_index() == 0
         self.tensorboard = Events(self.directory, start) if self.is_writer else None
         self.profiling = False
-        self.profile(start)
         self.bar = tqdm(
             total=config.total_steps,
             initial=start,
@@ -57,6 +56,11 @@ class Recorder:
             leave=False,
             disable=True if config.quiet or not self.is_writer else None,
         )
+
+    def begin(self, step: int) -> None:
+        """Training starts now, after compilation."""
+        self.clock = time.monotonic()
+        self.profile(step)
         self.keep_alive()
 
     def step(self, step: int, totals, guard, fresh):
@@ -215,6 +219,14 @@ class Recorder:
         if self.config.stall_timeout and now - self.alive > 1:
             faulthandler.dump_traceback_later(self.config.stall_timeout, exit=True)
             self.alive = now
+
+    def summary(self) -> dict[str, float | None]:
+        """What result.json says of the steps and evaluations."""
+        return self.throughput() | {
+            "best_step": self.progress.best_step,
+            "best_metric": self.progress.best_metric,
+            "skipped_steps": self.skipped_steps,
+        }
 
     def throughput(self) -> dict[str, float | None]:
         """Training speed over the whole run so far, pauses and compilation left out."""

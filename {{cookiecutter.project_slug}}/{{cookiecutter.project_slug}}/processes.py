@@ -3,11 +3,13 @@
 import contextlib
 import itertools
 import json
+import logging
 import os
 import platform
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Generator
 from typing import Any
 
@@ -54,6 +56,7 @@ def join() -> None:
                 cluster_detection_method="deactivate",
                 initialization_timeout=timeout,
                 heartbeat_timeout_seconds=20,  # how soon the others end after one was killed
+                shutdown_timeout_seconds=30,
             )
     except RuntimeError as error:
         if "before any JAX" in str(error):
@@ -62,7 +65,8 @@ def join() -> None:
                 "jnp.ones(3) outside of any function: do that in a function, or with NumPy."
             )
         raise
-    stop.repeat()
+    if jax.distributed.is_initialized():
+        stop.tell_jax()
 
 
 def require_coordinator(address: str, rank: int, timeout: float) -> None:
@@ -72,12 +76,16 @@ def require_coordinator(address: str, rank: int, timeout: float) -> None:
     SettingError for a port in use, Unreachable after `timeout` seconds.
     """
     host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise SettingError(f"TRAIN_COORDINATOR={address}: must be host:port")
+    where = host.strip("[]"), int(port)
     began = time.monotonic()
     while True:
         try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
             if rank:
-                socket.create_connection(found[0][4][:2], timeout=5).close()
+                socket.create_connection(where, timeout=5).close()
+            else:
+                socket.getaddrinfo(*where)
             break
         except OSError as error:
             reason = error
@@ -100,6 +108,18 @@ def require_coordinator(address: str, rank: int, timeout: float) -> None:
                 f"process 0 on {platform.node()} cannot listen at {address}: {error}. If another "
                 f"program uses this port, set TRAIN_PORT to a free one"
             ) from error
+
+
+def leave_at_once() -> None:
+    """End this process after an exception of its own, when there are others.
+
+    At its exit JAX would wait minutes for those, which wait for this one, and then abort them all.
+    """
+    if jax.distributed.is_initialized():
+        traceback.print_exc()
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(stop.EXIT_CODES["failed"])
 
 
 def wait_for_all(place: str) -> None:

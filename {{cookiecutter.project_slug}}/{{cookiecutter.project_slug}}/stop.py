@@ -12,7 +12,7 @@ requested: str | None = None
 
 _interrupts = 0
 _polls = 0
-_agreed = False
+_agreed = _joined = False
 
 
 def install_handlers() -> None:
@@ -32,21 +32,16 @@ def _handle(number: int, frame: object) -> None:
         os.write(2, b"\nSecond Ctrl-C: abandoned, nothing saved.\n")
         os._exit(ABANDONED)
     requested = requested or signal.Signals(number).name
-    _forward_to_jax(number)
-
-
-def _forward_to_jax(number: int) -> None:
-    """Once processes are joined, JAX listens to SIGTERM and brings them to agree on a step."""
-    import jax
-
-    if number != signal.SIGTERM and jax.distributed.is_initialized():
+    if _joined and number != signal.SIGTERM:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def repeat() -> None:
-    """After joining other processes: let JAX know of a signal that came before."""
-    if requested is not None:
-        _forward_to_jax(signal.SIGINT)
+def tell_jax() -> None:
+    """Once processes are joined JAX listens to SIGTERM, and brings them to agree on a step."""
+    global _joined
+    _joined = True
+    if requested is not None:  # a signal that came before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def poll() -> bool:
@@ -55,7 +50,7 @@ def poll() -> bool:
     import jax
     from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
         return requested is not None
     _polls += 1
     _agreed = _agreed or multihost_utils.reached_preemption_sync_point(_polls)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from . import batches, data, logs, mesh, processes, workdir
-from .checkpoint import Checkpoints, Progress
+from .checkpoint import Checkpoints, Damaged, Progress
 from .config import Config, SettingError, check, resolve
 from .evaluate import evaluate
 from .init_from import restore_params
@@ -37,21 +37,20 @@ def main(config: Config) -> dict[str, Any]:
     # ---------------------------------------------------------------- Devices, processes and data
     began = time.monotonic()
     check(config)
-    mesh.select_platform(config)
-    processes.join()
-    mesh.require_devices(config)
+    mesh.open_devices(config)
     with processes.failing_together():
         dataset = data.load(config)
         config = resolve(config, len(dataset.train))
         grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
     sharding = mesh.batch_sharding(grid)
-    processes.require_same(workdir.describe(config, dataset))
+    facts = workdir.describe(config, dataset)
+    processes.require_same(facts)
 
     # -------------------------------------------------------------------------- The run directory
     path = workdir.open_workdir(config.workdir)
     config = dataclasses.replace(config, workdir=os.fspath(path))
+    facts["settings"]["workdir"] = config.workdir
     logs.start_logging(path, config.quiet)
-    facts = workdir.describe(config, dataset)
     earlier, is_over = workdir.check_resumable(path, facts, config)
     if is_over:
         log.info("%s: over, %s at step %d", path, earlier["status"], earlier["step"])
@@ -64,19 +63,14 @@ def main(config: Config) -> dict[str, Any]:
     step = start = saved = int(state.step)
     if step == 0 and config.init_from:
         state = state.start_from(restore_params(Path(config.init_from), state.params))
-    if config.total_steps > progress.total_steps:  # an early stop was for the shorter run
-        progress.total_steps, progress.evaluations_since_best = config.total_steps, 0
-    workdir.write_json(path / "config.json", facts)
-    (path / "result.json").unlink(missing_ok=True)
-    workdir.announce(facts, config)
+    progress.extend(config.total_steps)
+    workdir.begin(path, facts, config)
     log.info("%s: %s", path, f"resumed at step {step}" if step else "a new run")
 
-    # ------------------------------------------------------------------------- The compiled steps
-    train_step, fresh_totals, costs = compile_train_step(config, abstract, dataset.train, grid)
-    score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
-    processes.wait_for_all("compiled")
     recorder = Recorder(path, config, progress, step, state.params)
-    totals, guard = fresh_totals(), None
+    score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
+    status, tested, guard = "failed", None, None
+    costs: dict[str, float | None] = {}
 
     def score(state, split):
         """Metrics of the state on a split; None if a stop was requested meanwhile."""
@@ -84,13 +78,21 @@ def main(config: Config) -> dict[str, Any]:
             stream = batches.eval_batches(split, config, sharding)
             return evaluate(score_batch, state, stream, recorder.keep_going)
 
-    # ----------------------------------------------------------------------------------- The loop
-    stream = batches.train_batches(dataset.train, config, sharding, step)
-    status, tested = "failed", None
     try:
         with contextlib.ExitStack() as closing:
-            for resource in (recorder, checkpoints, stream):
-                closing.callback(resource.close)
+            closing.callback(recorder.close)
+            closing.callback(checkpoints.close)
+            # ---------------------------------------------------------------- The compiled step
+            train_step, fresh_totals, costs = compile_train_step(
+                config, abstract, dataset.train, grid
+            )
+            processes.wait_for_all("compiled")
+            totals = fresh_totals()
+            stream = batches.train_batches(dataset.train, config, sharding, step)
+            closing.callback(stream.close)
+            recorder.begin(step)
+
+            # ------------------------------------------------------------------------- The loop
             while True:
                 # What is due at a step comes before the next one: evaluate, judge, save, end.
                 is_last, is_best = step >= config.total_steps, False
@@ -103,12 +105,8 @@ def main(config: Config) -> dict[str, Any]:
                         recorder.write("eval", step, scores)
                         is_best = progress.update(step, scores)
                 is_enough = 0 < config.early_stopping_patience <= progress.evaluations_since_best
-                if stopping:
-                    ending = "preempted"
-                elif is_enough:
-                    ending = "early_stopped"
-                else:
-                    ending = "completed" if is_last else None
+                endings = {"preempted": stopping, "early_stopped": is_enough, "completed": is_last}
+                ending = next((name for name, holds in endings.items() if holds), None)
                 is_due = bool(ending) or is_multiple(step, config.checkpoint_every)
                 if is_best or (is_due and step > saved):
                     with recorder.paused(step, guard):
@@ -121,12 +119,11 @@ def main(config: Config) -> dict[str, Any]:
 
                 with recorder.waiting():
                     batch = next(stream)
-                with jax.transfer_guard_host_to_device("allow"):  # the batch may be NumPy's
-                    state, totals, guard = train_step(state, totals, batch)
+                state, totals, guard = train_step(state, totals, batch)
                 step += 1
                 totals = recorder.step(step, totals, guard, fresh_totals)
 
-            # --------------------------------------------------------- The test of the best state
+            # ------------------------------------------------------- The test of the best state
             recorder.finish(step, totals, guard)
             checkpoints.wait()
             if ending != "preempted":
@@ -139,22 +136,13 @@ def main(config: Config) -> dict[str, Any]:
     except Diverged as error:
         status = "diverged"
         log.error("%s; last good checkpoint: %s", error, max(checkpoints.steps, default="none"))
+    except Damaged as error:  # a SettingError would mean that nothing was trained
+        raise RuntimeError(f"the best checkpoint cannot be tested: {error}") from error
     finally:
-        result = {
-            "status": status,
-            "step": step,
-            "best_step": progress.best_step,
-            "best_metric": progress.best_metric,
-            "eval": tested,
-            **recorder.throughput(),
-            **costs,
-            "seconds": time.monotonic() - began,
-            "skipped_steps": recorder.skipped_steps,
-            "devices": jax.device_count(),
-            "processes": jax.process_count(),
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            "versions": facts["versions"],
-        }
+        result = {"status": status, "step": step, "eval": tested} | recorder.summary()
+        result |= {name: costs.get(name) for name in ("compile_seconds", "model_flops_per_step")}
+        result |= {name: facts[name] for name in workdir.CIRCUMSTANCES}
+        result["seconds"] = time.monotonic() - began
         workdir.write_json(path / "result.json", result)
     processes.wait_for_all("the end of the run")
     log.info("%s: %s at step %d", path, status, step)
@@ -169,12 +157,12 @@ def cli() -> int:
     """Run with the command line's settings and return the exit code."""
     try:
         result = main(workdir.parse_settings(sys.argv[1:]))
-    except SettingError as error:
+    except (SettingError, processes.Unreachable) as error:
         print(f"error: {error}", file=sys.stderr)
-        return stop.BAD_SETTING
-    except processes.Unreachable as error:
-        print(f"error: {error}", file=sys.stderr)
-        return stop.EXIT_CODES["failed"]
+        return stop.BAD_SETTING if isinstance(error, SettingError) else stop.EXIT_CODES["failed"]
+    except Exception:
+        processes.leave_at_once()
+        raise
     return stop.EXIT_CODES[result["status"]]
 
 

@@ -34,6 +34,7 @@ CHANGEABLE = (
     *("max_skipped_steps", "platform", "debug_nans", "stall_timeout", "quiet"),
     *("data.path", "data.workers", "mesh."),
 )
+CIRCUMSTANCES = ("devices", "processes", "xla_flags", "versions")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -46,7 +47,7 @@ def open_workdir(name: str | None) -> Path:
         with processes.failing_together():
             if jax.process_index() == 0:
                 try:
-                    path = Path(name).expanduser().resolve() if name else new_run()
+                    path = Path(os.path.expanduser(name)).resolve() if name else new_run()
                     (path / "checkpoints").mkdir(parents=True, exist_ok=True)
                     # A directory that cannot be written would else be noticed much later.
                     token = closing.enter_context(
@@ -133,6 +134,14 @@ def versions() -> dict[str, str]:
     return found
 
 
+def begin(path: Path, facts: dict[str, Any], config: Config) -> None:
+    """Note that this run is under way, and say what it has to work with."""
+    write_json(path / "config.json", facts)
+    if jax.process_index() == 0:
+        (path / "result.json").unlink(missing_ok=True)
+    announce(facts, config)
+
+
 def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
     """The object in a JSON file, None if it cannot be read or lacks one of these keys."""
     try:
@@ -191,7 +200,7 @@ def parse_settings(arguments: list[str]) -> Config:
         description="All settings. A --workdir with an earlier run in it provides the defaults.",
     )
     config = cli()
-    saved = config.workdir and saved_config(Path(config.workdir).expanduser())
+    saved = config.workdir and saved_config(Path(os.path.expanduser(config.workdir)))
     if not saved:
         return config
     forgotten = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))

@@ -21,8 +21,10 @@ def generate(out: str) -> Path:
     command = [sys.executable, "-m", "cookiecutter", ROOT, "--no-input", "--accept-hooks", "no"]
     subprocess.run([*command, "-o", out, "project_slug=net"], check=True)
     project = Path(out) / "net"
-    (project / ".venv/bin").mkdir(parents=True)
-    (project / ".venv/bin/python").symlink_to(sys.executable)
+    python = project / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     return project
 
 

@@ -69,7 +69,26 @@ def project(tmp_path_factory):
     output = tmp_path_factory.mktemp("cluster") / "sp ace"
     made = bake.run_cookiecutter(output, flags=("--no-input", "--accept-hooks", "no"))
     assert made.returncode == 0, made.stderr
-    return Project(output / "my_flax_project")
+    project = Project(output / "my_flax_project")
+    with open(project.root / "my_flax_project/batches.py", "a") as file:
+        file.write(SLOW)
+    return project
+
+
+# While there is a file "slow" the steps take their time, so that a run is still there to be stopped.
+SLOW = """
+
+import os
+import time
+
+indices_at_full_speed = train_indices
+
+
+def train_indices(*arguments):
+    if os.path.exists("slow"):
+        time.sleep(0.3)
+    return indices_at_full_speed(*arguments)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +143,10 @@ def test_a_slurm_job_that_is_stopped_goes_on_and_ends_as_if_never_stopped(slurm,
     }
     for number, command in enumerate(stops.values()):
         wait_until(lambda n=number: trains(run, n), 120, why)
-        slurm.run(*command)
+        (project.root / "slow").touch()
+        slurm.run(*command)  # time limits are looked at twice a minute
         wait_until(lambda n=number: int(slurm.field(job, "Restarts")) > n, 120, why)
+        (project.root / "slow").unlink()
         slurm.start_now(job)
 
     def is_over():

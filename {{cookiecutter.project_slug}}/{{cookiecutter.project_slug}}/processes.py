@@ -37,20 +37,22 @@ def join() -> None:
     Kubernetes variables that are merely left over, so it is only asked on TPU pods.
     """
     environ = os.environ
-    if jax.distributed.is_initialized():
+    on_tpu = environ.get("TRAIN_DISTRIBUTED") == "auto"
+    count = int(environ.get("TRAIN_NUM_PROCESSES", "1"))
+    if jax.distributed.is_initialized() or not (on_tpu or count > 1):
         return
     jax.config.update("jax_enable_preemption_service", True)  # by which stop.py agrees on a step
     try:
-        if environ.get("TRAIN_DISTRIBUTED") == "auto":
+        if on_tpu:
             jax.distributed.initialize()
-        elif int(environ.get("TRAIN_NUM_PROCESSES", "1")) > 1:
+        else:
             ids = environ.get("TRAIN_LOCAL_DEVICE_IDS")
             address, rank = environ["TRAIN_COORDINATOR"], int(environ["TRAIN_PROCESS_ID"])
             timeout = int(environ.get("TRAIN_COORDINATOR_TIMEOUT", ARRIVAL))
             require_coordinator(address, rank, timeout)
             jax.distributed.initialize(
                 address,
-                int(environ["TRAIN_NUM_PROCESSES"]),
+                count,
                 rank,
                 local_device_ids=[int(i) for i in ids.split(",")] if ids else None,
                 cluster_detection_method="deactivate",
@@ -65,8 +67,7 @@ def join() -> None:
                 "jnp.ones(3) outside of any function: do that in a function, or with NumPy."
             )
         raise
-    if jax.distributed.is_initialized():
-        stop.tell_jax()
+    stop.tell_jax()
 
 
 def require_coordinator(address: str, rank: int, timeout: float) -> None:

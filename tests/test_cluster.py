@@ -75,7 +75,7 @@ def project(tmp_path_factory):
     return project
 
 
-# While there is a file "slow" the steps take their time, so that a run is still there to be stopped.
+# While there is a file "slow" steps take their time, so that a run is still there to be stopped.
 SLOW = """
 
 import os

@@ -191,7 +191,7 @@ def test_a_bad_setting_ends_a_slurm_job_with_2_and_no_requeue(slurm, project):
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
 def test_mpirun_trains_stops_at_sigusr1_and_goes_on(project, straight):
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
     command = [*mpirun, "bash", "launch.sh", "mpi", *FLAGS, "--workdir", "runs/mpi"]
     process = project.start(*command)
     run = project.root / "runs/mpi"

@@ -206,8 +206,9 @@ run_slurm_rank() { # what srun starts, once per process
 
 # --- mpi ------------------------------------------------------------------------------------
 
-# To stop with a checkpoint, send SIGUSR1 to mpirun, which passes it on: at a SIGTERM it kills the
-# processes one second later.
+# Up to two processes get one core each from Open MPI, however many there are: on a CPU, and for
+# data workers, start it with --bind-to none. To stop with a checkpoint, send SIGUSR1 to mpirun,
+# which passes it on: at a SIGTERM it kills the processes one second later.
 run_mpi() {
   # Open MPI's names, else those of MPICH and Intel MPI.
   local rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}

@@ -494,7 +494,7 @@ def test_a_stop_request_while_the_others_are_not_there(server, tmp_path, others_
     hook = {"signal_while_waiting": None}
     ranks = [server.start(train_with, hook, *words, env=env | {"TRAIN_PROCESS_ID": "1"})]
     if others_come:
-        while "sent" not in ranks[0].text:
+        while not ranks[0].output.exists() or "sent" not in ranks[0].text:
             time.sleep(0.05)
         ranks.append(server.start(train_with, {}, *words, env=env | {"TRAIN_PROCESS_ID": "0"}))
     end(ranks, 75)

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Generator
@@ -217,7 +218,8 @@ class Recorder:
         """Put off the watchdog, which ends a stuck process and shows every thread's stack."""
         now = time.monotonic()
         if self.config.stall_timeout and now - self.alive > 1:
-            faulthandler.dump_traceback_later(self.config.stall_timeout, exit=True)
+            limit = self.config.stall_timeout
+            faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
             self.alive = now
 
     def summary(self) -> dict[str, float | None]:

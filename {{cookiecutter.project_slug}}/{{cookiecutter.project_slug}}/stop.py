@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import signal
+import sys
 
 BAD_SETTING, ABANDONED = 2, 130
 EXIT_CODES = {"completed": 0, "early_stopped": 0, "failed": 1, "diverged": 3, "preempted": 75}
@@ -20,7 +21,7 @@ def install_handlers() -> None:
 
     Where native code aborts it, as JAX does when another process died, the stacks are shown.
     """
-    faulthandler.enable()
+    faulthandler.enable(sys.__stderr__)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, _handle)
 

@@ -142,12 +142,16 @@ def test_a_slurm_job_that_is_stopped_goes_on_and_ends_as_if_never_stopped(slurm,
         "the time limit": ["scontrol", "update", f"JobId={job}", "TimeLimit=5"],  # under 600 s left
     }
     for number, command in enumerate(stops.values()):
-        wait_until(lambda n=number: trains(run, n), 120, why)
+
+        def is_training(restarts=number):
+            slurm.start_now(job)
+            return trains(run, restarts)
+
+        wait_until(is_training, 120, why)
         (project.root / "slow").touch()
         slurm.run(*command)  # time limits are looked at twice a minute
         wait_until(lambda n=number: int(slurm.field(job, "Restarts")) > n, 120, why)
         (project.root / "slow").unlink()
-        slurm.start_now(job)
 
     def is_over():
         slurm.start_now(job)

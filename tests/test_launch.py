@@ -346,6 +346,9 @@ def test_the_rank_that_died_counts_more_than_those_that_jax_then_aborted(launche
     wait = f"until {gone}; do /bin/sleep 0.02; done"
     launcher.command("sleep", f"for rank in 0 1 2; do {wait}; done")
     assert launcher.run("local", 3, "0=die:6", "1=exit:1", "2=die:6").returncode == 1
+    for note in launcher.notes.glob("*.json"):
+        note.unlink()
+    assert launcher.run("local", 3, "0=exit:1", "1=die:6", "2=die:9").returncode == 137
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])

@@ -142,8 +142,10 @@ supervise() {
       kill_group "${pids[rank]}"
       unset "pids[rank]"
       [ "$status" -ne 0 ] || continue
-      # 75 is no failure. 134 is how JAX ends when another process died: prefer that other one.
-      if [ -z "$first" ] || [ "$code" -eq 75 ] || { [ "$code" -eq 134 ] && [ "$status" -ne 75 ]; }; then
+      # 75 is no failure. 134, or an exception at the same moment, is how a process ends when
+      # another one died: prefer that other one.
+      if [ -z "$first" ] || [ "$code" -eq 75 ] || { [ "$code" -eq 134 ] && [ "$status" -ne 75 ]; } ||
+        { [ -n "$news" ] && [ "$code" -eq 1 ] && [ "$status" -gt 128 ] && [ "$status" -ne 134 ]; }; then
         first=$rank code=$status news=yes
       fi
     done

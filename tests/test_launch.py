@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import bake
+import kubernetes_validate as validate
 import pytest
 import yaml
 
@@ -517,7 +518,6 @@ def test_the_manifest_agrees_with_itself_and_with_launch_sh(launcher):
 
 def test_the_manifest_holds_valid_objects():
     """The Job in it, and the Pod in that, by the schemas of Kubernetes itself."""
-    validate = pytest.importorskip("kubernetes_validate")
     text = (PROJECT / "launch/jobset.yaml").read_text(encoding="utf-8")
     jobset = yaml.safe_load(bake.render(text, {"project_slug": "my_net"}))
     assert all(rule["name"] for rule in jobset["spec"]["failurePolicy"]["rules"])  # of JobSet's

@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -125,7 +126,7 @@ class Server:
             "HOME": str(root / "home"),
         }
         (root / "home").mkdir()
-        self.root, self.count = root, 0
+        self.root, self.count, self.environment = root, 0, env
         self.process = subprocess.Popen(
             [sys.executable, __file__, root],
             stdin=subprocess.PIPE,
@@ -139,12 +140,12 @@ class Server:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def start(self, function, *args, package=IMAGES, env=None, cwd=None):
-        """Start a function that the caller's module has, in a child."""
+    def start(self, function, *args, package=IMAGES, env=None, cwd=None, module=None):
+        """Start a function that a module of the tests has, the caller's by default, in a child."""
         self.count += 1
         output = self.root / f"output-{self.count}"
-        caller = sys._getframe(1).f_globals["__name__"]
-        request = {"module": caller, "function": function.__name__}
+        module = module or sys._getframe(1).f_globals["__name__"]
+        request = {"module": module, "function": function.__name__}
         request |= {"package": package, "output": str(output)}
         request |= {"args": list(map(plain, args)), "env": env or {}, "cwd": str(cwd or self.root)}
         return Run(self, self.ask(request), output)
@@ -199,6 +200,54 @@ def flags(server, package, **changes):
         elif value is not None:
             words += [flag, str(value)]
     return words
+
+
+# ------------------------------------------------------------------------- What tests ask of runs
+
+
+def steps_in(workdir):
+    """Names of the directories of checkpoints, finished or not."""
+    return sorted(path.name for path in (Path(workdir) / "checkpoints").iterdir())
+
+
+def result_of(workdir):
+    return json.loads((Path(workdir) / "result.json").read_text(encoding="utf-8"))
+
+
+def snapshot(directory):
+    """Every file below a directory."""
+    return {p: p.read_bytes() for p in sorted(Path(directory).rglob("*")) if p.is_file()}
+
+
+def changed(before, after):
+    return sorted(path for path in before | after if before.get(path) != after.get(path))
+
+
+def one_message(text, *words):
+    """It is one error line that has these words, and no traceback."""
+    assert text.count("error:") == 1 and "Traceback" not in text, text
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+def paused(server, run_flags, step, hooks=None, package=IMAGES, name="fifo"):
+    """Start a run and wait until it pauses before this step."""
+    server.count += 1
+    fifo = server.root / f"{name}-{server.count}"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    hooks = {"save_synchronously": None, **(hooks or {}), "pause_before": [step, str(fifo)]}
+    module = sys._getframe(1).f_globals["__name__"]  # which has the hooks
+    run = server.start(train_with, hooks, *run_flags, package=package, module=module)
+    readable, _, _ = select.select([reader], [], [], TIMEOUT)
+    os.close(reader)
+    assert readable, run.text
+    return run
+
+
+def kill(run):
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
 
 
 # ------------------------------------------------------------------------------- What children do
@@ -267,7 +316,7 @@ def save_synchronously(get, _):
 
 def train_in_turn(get, *runs):
     """Call main() for each list of flags, in one process; return the results."""
-    parse = get("workdir").parse_settings
+    parse = get("command_line").parse_settings
     return [get("train").main(parse(list(words))) for words in runs]
 
 

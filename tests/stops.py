@@ -41,6 +41,9 @@ TASK_FLAGS = {
 EXIT_CODES = {
     "SIGTERM": 75,
     "SIGUSR1": 75,
+    "SIGHUP": 75,
+    "SIGUSR2": 75,
+    "SIGXCPU": 75,
     "SIGINT": 75,
     "SIGINT twice": 130,
     "SIGKILL": -9,
@@ -258,9 +261,8 @@ def watch(project: Path, flags: list[str]) -> int:
 
         return watched, fresh_totals, costs
 
-    def evaluate_watched(score_batch, state, stream, keep_going):
-        is_test = counts["evaluation"] == (STEPS + STEPS_PER_EPOCH - 1) // STEPS_PER_EPOCH
-        moment = "test" if is_test else "evaluation"
+    def evaluate_watched(score_batch, state, stream, count, name, keep_going):
+        moment = "test" if name == "test" else "evaluation"
 
         def score_watched(*args):
             reach(moment) if not started else None
@@ -268,7 +270,7 @@ def watch(project: Path, flags: list[str]) -> int:
             return score_batch(*args)
 
         started: list = []
-        return evaluate(score_watched, state, stream, keep_going)
+        return evaluate(score_watched, state, stream, count, name, keep_going)
 
     save = train.Checkpoints.save
 

@@ -95,7 +95,8 @@ class Project:
         def step(state, rows):
             """One step on a copy: the given state can be used again."""
             state = jax.tree.map(jnp.copy, state)
-            return compiled(state, fresh(), jax.device_put(rows, sharding))[:2]
+            *results, step.guard = compiled(state, fresh(), jax.device_put(rows, sharding))
+            return results
 
         return state, step, compiled
 
@@ -121,7 +122,7 @@ class Project:
         config = self.config(batch_size=batch_size)
         stream = self.module("batches").eval_batches(data.test, config, sharding)
         return self.module("evaluate").evaluate(
-            lambda state, rows: self.score(state, rows, mesh), state, stream
+            lambda state, rows: self.score(state, rows, mesh), state, stream, 1, "test"
         )
 
     def targets(self, rows):
@@ -413,8 +414,8 @@ def test_the_learning_rate_logged_is_the_one_applied_and_falls_to_zero(project, 
     rows, logged, applied = with_zero_weight(project.batch(size=64)), [], []
     for _ in range(13):
         before = state
-        state, metrics = step(state, rows)
-        logged.append(value(metrics, "learning_rate"))
+        state, _ = step(state, rows)
+        logged.append(float(step.guard["learning_rate"]))
         applied.append(applied_rate(project, before, state, decay=0.5))
     np.testing.assert_allclose(logged, 0.1 * (1 - np.arange(13) / 12), atol=1e-7)
     np.testing.assert_allclose(applied, logged, atol=1e-5)
@@ -425,13 +426,12 @@ def test_the_learning_rate_follows_the_updates_that_were_applied(project):
     logged, applied = [], []
     for number in range(6):
         before, rows = state, with_zero_weight(project.batch())
-        state, metrics = step(state, with_infinite_weight(rows) if number in (1, 2, 4) else rows)
-        logged.append(tuple(map(float, metrics["learning_rate"])))
+        state, _ = step(state, with_infinite_weight(rows) if number in (1, 2, 4) else rows)
+        logged.append(float(step.guard["learning_rate"]))
         applied.append(applied_rate(project, before, state, decay=0.1))
     rates = 0.01 * (1 - np.arange(3) / STEPS)
-    expected = [(rates[0], 1), (0, 0), (0, 0), (rates[1], 1), (0, 0), (rates[2], 1)]
-    np.testing.assert_allclose(logged, expected, atol=1e-8)
-    np.testing.assert_allclose(applied, [rate for rate, _ in expected], atol=1e-5)
+    np.testing.assert_allclose(logged, rates[[0, 1, 1, 1, 2, 2]], atol=1e-8)
+    np.testing.assert_allclose(applied, [rates[0], 0, 0, rates[1], 0, rates[2]], atol=1e-5)
     assert (int(state.step), int(state.skipped_steps)) == (6, 3)
 
 
@@ -593,10 +593,13 @@ def test_everything_kept_is_in_float32_whatever_the_precision(project, precision
 
 def test_the_average_in_bfloat16_training_matches_its_closed_form(project):
     _, variables, state = trajectory(project, "bfloat16")
-    weights = 0.01 * 0.99 ** np.arange(MANY, dtype=np.float64)[::-1]
+    updates = np.arange(MANY, dtype=np.float64)
+    decays = np.minimum(0.99, (1 + updates) / (10 + updates))
+    kept = np.cumprod(decays[::-1])[::-1]  # of what there was before each update, at the end
+    weights = (1 - decays) * np.append(kept[1:], 1)
 
     def closed_form(first, *later):
-        average = 0.99**MANY * first.astype(np.float64)
+        average = kept[0] * first.astype(np.float64)
         return average + sum(w * x for w, x in zip(weights, later, strict=True))
 
     assert_close(state.ema, jax.tree.map(closed_form, *variables), rtol=1e-5, atol=1e-6)
@@ -676,9 +679,9 @@ def test_weight_decay_moves_kernels_and_nothing_else(project, name):
 
 def test_the_steps_leak_no_tracers(project):
     config = project.config(precision="float16")
-    train_step, schedule = project.module("train_step"), lambda count: 0.1
+    train_step = project.module("train_step")
     _, state = project.module("train_state").plan_train_state(config, project.data, project.mesh())
-    step = functools.partial(train_step.train_step, config=config, schedule=schedule)
+    step = functools.partial(train_step.train_step, config=config)
     with jax.checking_leaks():
         jax.eval_shape(step, state, project.batch())
         jax.eval_shape(train_step.eval_step, state, project.batch())

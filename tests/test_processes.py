@@ -219,7 +219,7 @@ def bytes_per_device(get, devices, *words):
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
-    config = get("workdir").parse_settings([*words, "--mesh.fsdp", str(devices)])
+    config = get("command_line").parse_settings([*words, "--mesh.fsdp", str(devices)])
     dataset = get("data").load(config)
     grid = get("mesh").create_mesh(config.mesh, config.batch_size, 1)
     create, _ = get("train_state").plan_train_state(config, dataset, grid)
@@ -393,15 +393,15 @@ def test_processes_in_other_circumstances_are_named(server, tmp_path, hook, expe
 
 
 def other_flax(get, _):
-    workdir = get("workdir")
-    found = workdir.metadata.version
+    facts = get("facts")
+    found = facts.metadata.version
 
     class Metadata:
         @staticmethod
         def version(name):
             return "9.9.9" if name == "flax" else found(name)
 
-    workdir.metadata = Metadata
+    facts.metadata = Metadata
 
 
 def other_data(get, _):

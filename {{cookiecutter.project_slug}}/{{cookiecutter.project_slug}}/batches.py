@@ -43,17 +43,32 @@ def train_batches(split, config, sharding, start: int) -> Generator[dict]:
 
 
 def eval_batches(split, config, sharding) -> Generator[dict]:
-    """Every row of the split once, in order; the last batch is filled up with masked rows."""
-    size = config.batch_size
+    """Every row of the split once, in order; the last batch is filled up with masked rows.
+
+    With --eval-batches N it is N batches of rows, spread evenly over the split: always the same.
+    """
+    size, rows = config.batch_size, len(split)
+    count = rows if not config.eval_batches else min(config.eval_batches * size, rows)
 
     def make_batch(start):
-        indices = np.arange(start, start + size)[local_rows(size)]
-        batch = split.rows(np.minimum(indices, len(split) - 1))
-        batch["mask"][indices >= len(split)] = 0
+        places = np.arange(start, start + size)[local_rows(size)]
+        batch = split.rows(np.minimum(places, count - 1) * rows // count)
+        batch["mask"][places >= count] = 0
         return place(batch, size, sharding, workers)
 
     workers = config.data.workers
-    return prefetch(make_batch, range(0, len(split), size), workers)
+    return prefetch(make_batch, range(0, count, size), workers)
+
+
+def count_eval_batches(split, config) -> int:
+    """How many batches eval_batches has."""
+    every = -(-len(split) // config.batch_size)
+    return min(config.eval_batches or every, every)
+
+
+def baseline(split) -> dict[str, float]:
+    """What scores of this split should be compared with, if it says: see data.py."""
+    return getattr(split, "baseline", {})
 
 
 def local_rows(batch_size: int) -> slice:

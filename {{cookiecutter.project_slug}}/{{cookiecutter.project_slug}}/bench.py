@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import processes, stop, train, workdir
-from .config import Config, SettingError
+from . import command_line, processes, train
+from .config import Config
+from .facts import versions
 
 WARM_UP, LEAST_STEPS, LEAST_ROUNDS = 20, 3, 15
 ROUND, TOTAL = 0.25, 60  # seconds, about
@@ -123,18 +124,18 @@ def main(config: Config) -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": jax.device_count(),
         "processes": jax.process_count(),
-        "versions": workdir.versions(),
+        "versions": versions(),
     }
 
 
 def cli() -> int:
     """Measure with the command line's settings and return the exit code."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # the log: only the result is for stdout
-            result = main(workdir.parse_settings(sys.argv[1:]))
-    except SettingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return stop.BAD_SETTING
+    return command_line.run(run)
+
+
+def run() -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # the log: only the result is for stdout
+        result = main(command_line.parse_settings(sys.argv[1:]))
     if jax.process_index() == 0:
         print(json.dumps(result))
     return 0

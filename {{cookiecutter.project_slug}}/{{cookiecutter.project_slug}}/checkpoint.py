@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Generator
 from pathlib import Path
@@ -16,12 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import task
 from .config import SettingError
+from .failures import is_out_of_memory
 from .processes import gather, require_same, wait_for_all
 from .train_state import TrainState
 from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 
 log = logging.getLogger(__package__)
 
+# Words of errors that say nothing about the checkpoint itself.
+OUTSIDE = r"permission.denied|too many open files|stale file handle|transport endpoint"
 MODEL_FIELDS = ("params", "batch_stats", "ema")
 
 
@@ -30,7 +34,11 @@ class SaveFailed(OSError):
 
 
 class Damaged(SettingError):
-    """A checkpoint cannot be read, or is not what was saved."""
+    """A checkpoint is not what was saved."""
+
+
+class Unreadable(SettingError):
+    """A checkpoint cannot be read for a reason outside of it, such as missing permission."""
 
 
 @dataclasses.dataclass
@@ -111,6 +119,19 @@ class Checkpoints:
         with self._saving():
             self.manager.save(step, args=ocp.args.Composite(**args), force=True)
 
+    def rescue(self, step: int, state: TrainState, progress: Progress) -> None:
+        """Save what an exception outside of the step would lose, if that can be done."""
+        if step in self.steps or not step:
+            return
+        is_whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+        if jax.process_count() > 1 or self.failed or not is_whole:
+            why = "the step had taken its arrays" if not is_whole else "it takes all processes"
+            log.warning("step %d is not saved: %s", step, "saving failed" if self.failed else why)
+            return
+        self.save(step, state, progress)
+        self.wait()
+        log.warning("step %d is saved, the last one before the error", step)
+
     def wait(self) -> None:
         """Wait for the save under way; raise SaveFailed if it failed."""
         with self._saving():
@@ -127,7 +148,8 @@ class Checkpoints:
             self.failed = True
             raise SaveFailed(
                 f"a checkpoint could not be written to {self.directory}: {_summary(error)}. The "
-                f"ones before it are there: make room, then go on with the same --workdir"
+                f"ones before it are there: {_remedy(error)}, then go on with "
+                f"--workdir {self.directory.parent}"
             ) from None
 
     def close(self) -> None:
@@ -148,23 +170,35 @@ class Checkpoints:
 
     def find(self, name: str) -> int:
         """The step of the checkpoint called best, latest or by its number."""
-        step = {"latest": max(self.steps, default=None), "best": self._best()}.get(name)
-        if name.isdigit() and int(name) in self.steps:
-            step = int(name)
-        if step is None:
-            raise SettingError(
-                f"--checkpoint {name}: must be best, latest or one of {self.steps}, the steps with "
-                f"a checkpoint in {self.directory}"
-            )
-        return step
+        steps = self.steps
+        if name == "latest" and steps:
+            return steps[0]
+        if name.isdigit() and int(name) in steps:
+            return int(name)
+        if name == "best" and steps:
+            best = self._best()
+            if best in steps:
+                return best
+            if best is None:
+                log.warning("no evaluation chose a best checkpoint yet: step %d is used", steps[0])
+                return steps[0]
+            raise SettingError(f"the best checkpoint, step {best}, is gone. {self.others(best)}")
+        raise SettingError(
+            f"--checkpoint {name}: must be best, latest or one of {steps}, the steps with a "
+            f"checkpoint in {self.directory}"
+        )
+
+    def others(self, step: int) -> str:
+        """What to use in place of this checkpoint."""
+        ways = [f"--checkpoint {other}" for other in self.steps if other != step]
+        return f"There are others: {', '.join(ways)}" if ways else "There is no other"
 
     def _best(self) -> int | None:
-        """The best step as the newest readable checkpoint knows it; the latest before there is."""
+        """The best step as the newest readable checkpoint knows it; None before there is one."""
         for step in self.steps:
             with contextlib.suppress(Damaged):
-                best = self._facts(step)["best_step"]
-                return best if best in self.steps else step
-        return max(self.steps, default=None)
+                return self._facts(step)["best_step"]
+        return None
 
     def restore_latest(self, state: TrainState) -> tuple[TrainState, Progress] | None:
         """State and progress of the newest checkpoint that can be read, None if there is none.
@@ -271,8 +305,23 @@ class Checkpoints:
 def _reading(step: int) -> Generator[None]:
     try:
         yield
-    except Exception as error:
-        raise Damaged(f"checkpoint {step} cannot be read: {_summary(error)}") from error
+    except Exception as error:  # TensorStore raises almost anything
+        if is_out_of_memory(error):
+            raise
+        if re.search(OUTSIDE, str(error), re.IGNORECASE):
+            raise Unreadable(
+                f"checkpoint {step} cannot be read now: {_summary(error)}. Mend that and try again"
+            ) from error
+        raise Damaged(f"checkpoint {step} is damaged: {_summary(error)}") from error
+
+
+def _remedy(error: Exception) -> str:
+    """What helps against this failure of a write."""
+    if re.search(r"no space|quota|too large|resource_exhausted", str(error), re.IGNORECASE):
+        return "make room"
+    if re.search(r"permission|read-only", str(error), re.IGNORECASE):
+        return "make the directory writable"
+    return "mend that"
 
 
 def _summary(error: Exception) -> str:

@@ -19,7 +19,7 @@ class OptimizerConfig:
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up."""
     warmup_steps: int = 100
-    """Updates over which the learning rate rises from 0; at most half of the run."""
+    """Updates over which the learning rate rises to its peak; at most half of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """What follows the warm-up (wsd: constant, then linear to 0 over the last fifth)."""
     weight_decay: float = 0.01
@@ -30,8 +30,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["builtin", "path"] = "builtin"
-    """The data set that comes with the project, or your own at --data.path."""
+    source: Literal["auto", "builtin", "path"] = "auto"
+    """Where the data comes from (auto: from --data.path, and without it what is built in)."""
     path: str | None = None
     """Where your own data is (data.py says in which form)."""
     workers: int = 0
@@ -62,6 +62,8 @@ class Config:
     """Steps between two log lines."""
     eval_every: int | None = None
     """Steps between two evaluations (0 = off; default: one epoch)."""
+    eval_batches: int = 0
+    """Batches that an evaluation scores, spread evenly over the split (0 = all of it)."""
     checkpoint_every: int = 1000
     """Steps between two checkpoints (0 = off); a new best and the last step are always saved."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -69,13 +71,13 @@ class Config:
     accumulation_steps: int = 1
     """Micro-batches that a global batch is split into to save memory."""
     ema_decay: float = 0.0
-    """Decay of the averaged parameters that evaluation then uses (0 = off)."""
+    """Decay of the averaged parameters that evaluation then uses (0 = off); lower at first."""
     early_stopping_patience: int = 0
     """Evaluations without a new best after which the run ends (0 = off)."""
     max_skipped_steps: int = 25
     """Non-finite updates in a row, all skipped, after which the run counts as diverged."""
     init_from: str | None = None
-    """Run or checkpoint directory whose parameters a new run starts from."""
+    """Run or checkpoint directory whose parameters a new run starts from; not read on resume."""
     stop_after_step: int | None = None
     """Save and exit with 75 after this step, as if preempted."""
     overfit_batches: int = 0
@@ -89,7 +91,8 @@ class Config:
     debug_nans: bool = False
     """Stop with a traceback where the first NaN is made; slow."""
     stall_timeout: int = 1800
-    """Seconds without a finished step after which the run ends with every stack shown (0 = off)."""
+    """Seconds without a finished step after which the run ends and shows every stack (0 = off).
+    Starting, compiling and saving may take ten times as long."""
     quiet: bool = False
     """Print warnings and errors only; train.log still gets everything."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -107,7 +110,7 @@ class Config:
 
 
 def resolve(config: Config, rows: int) -> Config:
-    """Fill in the settings whose defaults depend on the number of training rows."""
+    """Fill in the settings whose defaults depend on other settings or on the training rows."""
     steps_per_epoch = rows // config.batch_size
     if steps_per_epoch == 0:
         raise SettingError(
@@ -117,7 +120,11 @@ def resolve(config: Config, rows: int) -> Config:
     if total is None:
         total = 600 if config.epochs is None else max(round(config.epochs * steps_per_epoch), 1)
     every = steps_per_epoch if config.eval_every is None else config.eval_every
-    return dataclasses.replace(config, total_steps=total, epochs=None, eval_every=every)
+    source: Literal["builtin", "path"] = "path" if config.data.path else "builtin"
+    settings = dataclasses.replace(config.data, source=source)
+    return dataclasses.replace(
+        config, total_steps=total, epochs=None, eval_every=every, data=settings
+    )
 
 
 # Smallest allowed value of each number; None (not given) is always allowed.
@@ -127,6 +134,7 @@ MINIMUM = {
     "seed": 0,
     "log_every": 1,
     "eval_every": 0,
+    "eval_batches": 0,
     "checkpoint_every": 0,
     "accumulation_steps": 1,
     "ema_decay": 0.0,
@@ -164,7 +172,25 @@ def check(config: Config) -> None:
     if config.data.source == "path" and not config.data.path:
         raise SettingError("--data.source path needs --data.path, the place of your data")
     if config.data.source == "builtin" and config.data.path:
-        raise SettingError("--data.path is only read with --data.source path: give that flag too")
+        raise SettingError(
+            f"--data.source builtin does not read --data.path {config.data.path}: give one of them"
+        )
+    if config.early_stopping_patience and config.eval_every == 0:
+        raise SettingError(
+            f"--early-stopping-patience {config.early_stopping_patience}: counts evaluations, and "
+            f"--eval-every 0 makes none: give one of them another value"
+        )
+    if config.early_stopping_patience and config.overfit_batches:
+        raise SettingError(
+            f"--early-stopping-patience {config.early_stopping_patience}: would end a run with "
+            f"--overfit-batches {config.overfit_batches}, which is not to improve on other data: "
+            f"leave one out"
+        )
+    if config.debug_nans and config.precision == "float16":
+        raise SettingError(
+            "--debug-nans ends the run at the first overflow, and --precision float16 overflows "
+            "on purpose to find its loss scale: use --precision float32 or bfloat16"
+        )
     if config.profile_steps is not None:
         try:
             first, last = config.profile_range
@@ -196,3 +222,15 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+def build(cls: type, values: dict[str, Any]) -> Any:
+    """A (nested) dataclass from JSON; settings that it does not have any more are left out."""
+    fields = {}
+    for field in dataclasses.fields(cls):
+        if field.name in values:
+            value = values[field.name]
+            if dataclasses.is_dataclass(field.default):
+                value = build(type(field.default), value)
+            fields[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**fields)

@@ -1,8 +1,14 @@
 """Score a checkpoint: python -m <package>.evaluate --workdir runs/latest --split test."""
 
+from . import startup
+
+if __name__ == "__main__":
+    startup.prepare()  # first: the imports below take seconds
+
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Generator
@@ -12,25 +18,31 @@ from typing import Literal
 
 import jax
 import numpy as np
-import tyro
 
-from . import batches, data, mesh, processes, stop, task, workdir
-from .checkpoint import Checkpoints
+from . import batches, command_line, data, devices, facts, logs, mesh, task, terminal
+from .checkpoint import Checkpoints, Damaged
 from .config import Config, MeshConfig, SettingError
+from .failures import explained
 from .train_state import TrainState, plan_train_state
 from .train_step import Metrics, eval_step
+from .watchdog import Watchdog
+from .workdir import find_run
+
+log = logging.getLogger(__package__)
 
 
 def evaluate(
     score_batch: Callable[..., Metrics],
     state: TrainState,
     stream: Generator[dict],
+    count: int,
+    name: str,
     keep_going: Callable[[], bool] = lambda: True,
 ) -> dict[str, float] | None:
-    """Metrics over all batches of the stream; None if keep_going() said no on the way."""
+    """Metrics over all `count` batches of the stream; None if keep_going() said no on the way."""
     parts = []
     with contextlib.closing(stream):
-        for batch in stream:
+        for batch in terminal.track(stream, count, name, "batches"):
             if not keep_going():
                 return None
             parts.append(score_batch(state, batch))
@@ -46,6 +58,12 @@ def evaluate(
 
 
 @dataclass(frozen=True)
+class DataPath:
+    path: str | None = None
+    """Where the data of the run is now, or other data to score (default: where it was)."""
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     workdir: str = "runs/latest"
     """Run directory."""
@@ -53,62 +71,95 @@ class EvaluateConfig:
     """Which checkpoint: best, latest or a step."""
     split: Literal["train", "validation", "test"] = "test"
     """Rows to score."""
+    eval_batches: int = 0
+    """Batches to score, spread evenly over the split (0 = all of it)."""
     json: bool = False
     """Print one JSON object and nothing else."""
+    data: DataPath = DataPath()
 
 
 def load_run(
-    path: Path, checkpoint: str
+    path: Path, checkpoint: str, data_path: str | None = None
 ) -> tuple[Config, data.Data, jax.sharding.Mesh, TrainState]:
-    """Settings, data, mesh and state of a run. Raises SettingError if it has no such checkpoint."""
-    path = path.expanduser().resolve()
-    config = workdir.saved_config(path)
+    """Settings, data, mesh and state of a run. Raises SettingError if it has no such checkpoint.
+
+    `data_path` is where the data is now, or other data to score.
+    """
+    path = find_run(str(path))
+    known, config = facts.read_facts(path), command_line.saved_config(path)
     if config is None:
         raise SettingError(f"--workdir {path}: there is no run here (no config.json)")
-    mesh.open_devices(config)
-    devices = jax.device_count()
+    devices.open_devices(config)
+    count = jax.device_count()
     config = dataclasses.replace(
         config,
-        batch_size=math.ceil(config.batch_size / devices) * devices,
+        batch_size=math.ceil(config.batch_size / count) * count,
         accumulation_steps=1,
-        mesh=MeshConfig(fsdp=math.gcd(config.mesh.fsdp, devices)),
+        mesh=MeshConfig(fsdp=math.gcd(config.mesh.fsdp, count)),
     )
-    dataset = data.load(config)
+    if data_path is not None:
+        settings = dataclasses.replace(config.data, source="path", path=data_path)
+        config = dataclasses.replace(config, data=settings)
+    dataset = load_data(config, known["data"])
     grid = mesh.create_mesh(config.mesh, config.batch_size, 1)
     _, abstract = plan_train_state(config, dataset, grid)
     with contextlib.closing(Checkpoints(path)) as checkpoints:
         step = checkpoints.find(checkpoint)
-        state, _ = checkpoints.restore(step, abstract)
+        try:
+            state, _ = checkpoints.restore(step, abstract)
+        except Damaged as error:
+            others = checkpoints.others(step)
+            raise SettingError(f"--checkpoint {checkpoint}: {error}. {others}") from error
     return config, dataset, grid, state
+
+
+def load_data(config: Config, trained_on: dict) -> data.Data:
+    """The data of a run, wherever it is now, or other data for the same outputs."""
+    try:
+        dataset = data.load(config)
+    except SettingError as error:
+        raise SettingError(f"{error}. If the data has moved: evaluate --data.path PLACE") from error
+    if dataset.fingerprint != trained_on["fingerprint"]:
+        log.warning("this is other data than the run was trained on, split by its own rule")
+    if dataset.num_outputs > trained_on["outputs"]:
+        raise SettingError(
+            f"--data.path {config.data.path}: has {dataset.num_outputs} classes, and the run was "
+            f"trained on {trained_on['outputs']}"
+        )
+    return dataset._replace(num_outputs=trained_on["outputs"])
 
 
 def main(options: EvaluateConfig) -> dict[str, float]:
     """Score one checkpoint of a run and return its metrics."""
-    config, dataset, grid, state = load_run(Path(options.workdir), options.checkpoint)
-    stream = batches.eval_batches(
-        getattr(dataset, options.split), config, mesh.batch_sharding(grid)
-    )
-    score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
-    return {"step": int(state.step)} | evaluate(score_batch, state, stream)
+    logs.start_logging(quiet=options.json)
+    with Watchdog(limit=0) as watchdog:
+        with watchdog.waiting_for("loading the run and its data"):
+            config, dataset, grid, state = load_run(
+                Path(options.workdir), options.checkpoint, options.data.path
+            )
+        config = dataclasses.replace(config, eval_batches=options.eval_batches)
+        split = getattr(dataset, options.split)
+        stream = batches.eval_batches(split, config, mesh.batch_sharding(grid))
+        count = batches.count_eval_batches(split, config)
+        score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
+        with explained(config, watchdog), watchdog.waiting_for("evaluating"):
+            scores = evaluate(score_batch, state, stream, count, options.split, watchdog.moved)
+    return {"step": int(state.step)} | scores | batches.baseline(split)
 
 
 def cli() -> int:
     """Evaluate as the command line says and return the exit code."""
-    options = tyro.cli(
-        EvaluateConfig,
-        prog=f"python -m {__package__}.evaluate",
-        description="Score a checkpoint of a run.",
+    return command_line.run(run)
+
+
+def run() -> int:
+    options = command_line.read_flags(
+        EvaluateConfig, sys.argv[1:], description="Score a checkpoint of a run."
     )
-    try:
-        scores = main(options)
-    except (SettingError, processes.Unreachable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return stop.BAD_SETTING if isinstance(error, SettingError) else stop.EXIT_CODES["failed"]
+    scores = main(options)
     if jax.process_index() == 0:
-        if options.json:
-            print(json.dumps(scores))
-        else:
-            print("  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
+        text = "  ".join(f"{name} {value:.6g}" for name, value in scores.items())
+        print(json.dumps(scores) if options.json else text, file=terminal.Screen(sys.stdout))
     return 0
 
 

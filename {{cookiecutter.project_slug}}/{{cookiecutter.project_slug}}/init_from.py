@@ -10,6 +10,7 @@ import jax
 from .checkpoint import Checkpoints, Damaged
 from .config import SettingError
 from .verify import leaves_by_name, name_of
+from .workdir import find_run
 
 log = logging.getLogger(__package__)
 
@@ -20,7 +21,7 @@ def restore_params(path: Path, params: Any) -> Any:
     Takes every parameter whose name and shape match and keeps the given value of the others; says
     which. Raises SettingError if the path holds no checkpoint or nothing matches.
     """
-    path = path.expanduser().resolve()
+    path = find_run(str(path))
     is_checkpoint = path.name.isdigit() and (path / "model").is_dir()
     workdir = path.parent.parent if is_checkpoint else path
     if not (workdir / "checkpoints").is_dir():
@@ -40,6 +41,8 @@ def restore_params(path: Path, params: Any) -> Any:
         if value is None or value.shape != param.shape:
             new.append(name_of(path))
             return param
+        if value.dtype != param.dtype:
+            log.warning("%s was saved as %s, used as %s", name_of(path), value.dtype, param.dtype)
         return found.pop(name_of(path)).astype(param.dtype)
 
     chosen = jax.tree_util.tree_map_with_path(choose, params)

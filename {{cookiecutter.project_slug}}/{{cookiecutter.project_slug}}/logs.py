@@ -1,7 +1,9 @@
-"""Where log lines go: the terminal and train.log."""
+"""Where log lines go: the terminal, and train.log once the run is accepted."""
 
 import contextlib
 import logging
+import logging.handlers
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -9,27 +11,84 @@ from typing import Any
 
 import jax
 
+from . import terminal
+
 log = logging.getLogger(__package__)
 
+FILE_ONLY = {"file_only": True}  # `extra` of a line that the terminal does not get
+FILE_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
-def start_logging(workdir: Path, quiet: bool) -> None:
-    """Log to the terminal and, everything, to train.log; in process 0 only, but for warnings."""
-    for handler in list(log.handlers):
-        log.removeHandler(handler)
-        handler.close()
+
+class Kept(logging.handlers.MemoryHandler):
+    """Lines for train.log, kept until it is known that this start may write there."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=10**6, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+
+
+class LogFile(logging.FileHandler):
+    """train.log, which is given up when it cannot be written, as on a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        log.removeHandler(self)
+        log.warning("%s gets no more lines (%s)", self.baseFilename, error)
+        with contextlib.suppress(OSError):
+            self.close()
+
+
+def start_logging(quiet: bool) -> None:
+    """Log to the terminal: all lines in process 0, warnings in the others and with --quiet."""
+    end_logging()
     log.setLevel(logging.INFO)
     log.propagate = False
     for name in ("absl", "asyncio", "concurrent.futures"):  # Orbax shows what it raises as well
         logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.unraisablehook = quiet_hook
-    terminal = logging.StreamHandler(sys.stdout)
-    terminal.setLevel(logging.WARNING if quiet or jax.process_index() else logging.INFO)
-    terminal.setFormatter(logging.Formatter("%(message)s"))
-    add_handler(terminal)
-    if jax.process_index() == 0:
-        file = logging.FileHandler(workdir / "train.log", encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        add_handler(file)
+    screen = logging.StreamHandler(terminal.Screen(sys.stdout))
+    screen.setFormatter(logging.Formatter("%(message)s"))
+    screen.addFilter(lambda record: not getattr(record, "file_only", False))
+    log.addHandler(screen)
+    log.addHandler(Kept())
+    show(quiet)
+
+
+def show(quiet: bool) -> None:
+    """Choose what the terminal gets. To be called again once the process knows its number."""
+    terminal.shows_progress = not quiet and not is_other_process()
+    for handler in log.handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setLevel(logging.INFO if terminal.shows_progress else logging.WARNING)
+
+
+def is_other_process() -> bool:
+    """True in all processes of a run but the first, before they have joined as well."""
+    if jax.distributed.is_initialized():
+        return jax.process_index() > 0
+    is_one_of_many = int(os.environ.get("TRAIN_NUM_PROCESSES", "1")) > 1
+    return is_one_of_many and os.environ.get("TRAIN_PROCESS_ID", "0") != "0"
+
+
+def open_log(workdir: Path) -> None:
+    """Write to train.log from now on, first what was said before; by process 0 only."""
+    for kept in [handler for handler in log.handlers if isinstance(handler, Kept)]:
+        log.removeHandler(kept)
+        if jax.process_index() == 0:
+            file = LogFile(workdir / "train.log", encoding="utf-8", errors="backslashreplace")
+            file.setFormatter(FILE_FORMAT)
+            kept.setTarget(file)
+            kept.flush()
+            log.addHandler(file)
+
+
+def end_logging() -> None:
+    """Close train.log, and forget what was not written there."""
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 def quiet_hook(unraisable: Any) -> None:
@@ -37,16 +96,3 @@ def quiet_hook(unraisable: Any) -> None:
     files = [frame.filename for frame in traceback.extract_tb(unraisable.exc_traceback)]
     if not any("orbax" in name or "asyncio" in name for name in files):
         sys.__unraisablehook__(unraisable)
-
-
-def add_handler(handler: logging.Handler) -> None:
-    """Log to this handler until it fails, on a full disk for one. Python would go on with it and
-    show a traceback for every line."""
-
-    def give_up(record):
-        log.removeHandler(handler)
-        with contextlib.suppress(OSError):  # when the terminal is gone
-            print(f"{handler}: gets no more lines ({sys.exc_info()[1]})", file=sys.stderr)
-
-    handler.handleError = give_up  # type: ignore[method-assign]
-    log.addHandler(handler)

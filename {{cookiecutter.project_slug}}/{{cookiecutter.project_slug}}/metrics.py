@@ -1,23 +1,24 @@
 """What a run shows while it trains: log lines, TensorBoard, the progress bar, throughput."""
 
 import contextlib
-import faulthandler
 import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
-from tqdm import tqdm
 
-from . import stop, task
+from . import stop, task, terminal
 from .checkpoint import Progress
 from .config import Config
 from .events import Events
+from .train_state import TrainState
+from .train_step import COUNTERS
+from .watchdog import Watchdog
 
 log = logging.getLogger(__package__)
 
@@ -34,35 +35,39 @@ class Diverged(Exception):
 class Recorder:
     """Follows the steps of one run and shows their metrics, averaged over each log interval."""
 
-    def __init__(self, workdir: Path, config: Config, progress: Progress, start: int, params):
-        self.config, self.progress = config, progress
-        self.leaf_names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
+    def __init__(
+        self,
+        config: Config,
+        progress: Progress,
+        state: TrainState,
+        steps_per_epoch: int,
+        watchdog: Watchdog,
+    ):
+        self.config, self.progress, self.watchdog = config, progress, watchdog
+        start = self.current = int(state.step)
+        self.steps_per_epoch = steps_per_epoch
+        self.leaf_names = [keystr(path) for path, _ in tree_leaves_with_path(state.params)]
         self.in_flight: deque = deque()
         self.waited_at = 0.0
         self.due: tuple | None = None
-        self.skipped_steps = self.skipped_in_a_row = 0
+        self.skipped_steps = int(state.skipped_steps)
+        self.skipped_in_a_row = 0
         self.checked = start
         self.steps, self.seconds, self.waited = 0, 0.0, 0.0  # of training, without pauses
         self.interval_start = (start, 0.0)
         self.warned_of_waiting = False
-        self.clock, self.alive = time.monotonic(), 0.0
-        self.directory = workdir / "tb"
+        self.clock = time.monotonic()
+        self.costs: dict[str, float | None] = {}
+        self.directory = Path(config.workdir) / "tb"
         self.is_writer = jax.process_index() == 0
         self.tensorboard = Events(self.directory, start) if self.is_writer else None
         self.profiling = False
-        self.bar = tqdm(
-            total=config.total_steps,
-            initial=start,
-            unit="step",
-            leave=False,
-            disable=True if config.quiet or not self.is_writer else None,
-        )
+        self.bar = terminal.create_bar(config.total_steps, "train", initial=start, unit="step")
 
     def begin(self, step: int) -> None:
         """Training starts now, after compilation."""
         self.clock = time.monotonic()
         self.profile(step)
-        self.keep_alive()
 
     def step(self, step: int, totals, guard, fresh):
         """Note that this step was started. Returns the totals to go on with.
@@ -70,11 +75,11 @@ class Recorder:
         `totals` are the metrics since the last log line and `guard` the state's counters, both
         still being computed. They are read LAG steps later, when others are under way.
         """
-        self.steps += 1
+        self.steps, self.current = self.steps + 1, step
         self.in_flight.append(guard["skipped_steps"])
         if len(self.in_flight) > LAG:
             self.limit_run_ahead()
-        self.keep_alive()
+        self.watchdog.moved()
         self.bar.update()
         self.profile(step)
         if self.due is not None and step == self.due[0] + LAG:
@@ -116,7 +121,7 @@ class Recorder:
         totals, guard = jax.device_get((totals, guard))
         self.tick()
         self.check(step, guard)
-        self.show("train", step, totals)
+        self.show("train", step, totals, guard)
 
     def finish(self, step: int, totals, guard) -> None:
         """Log what is left at the end of the run."""
@@ -126,36 +131,50 @@ class Recorder:
             self.flush()
 
     def check(self, step: int, guard) -> None:
-        """Raise Diverged if the updates of this step were not finite once too often."""
-        guard = {name: int(value) for name, value in jax.device_get(guard).items()}
-        self.skipped_steps = guard["skipped_steps"]
-        in_a_row, limit = guard["skipped_in_a_row"], self.config.max_skipped_steps
-        self.skipped_in_a_row = in_a_row
+        """Say what was skipped; raise Diverged if it was once too often in a row."""
+        guard = jax.device_get(guard)
+        counts = {name: int(guard[name]) for name in COUNTERS}
+        in_a_row, limit = counts["skipped_in_a_row"], self.config.max_skipped_steps
+        leaf = self.leaf_names[counts["first_bad_leaf"]]
         if in_a_row > limit:
+            self.skipped_steps, self.skipped_in_a_row = counts["skipped_steps"], in_a_row
             raise Diverged(
                 f"diverged: the loss or the gradients were not finite from step "
                 f"{step - in_a_row + 1} on, more than {limit} times in a row; the first bad "
-                f"gradient is that of {self.leaf_names[guard['first_bad_leaf']]}"
+                f"gradient is that of {leaf}"
             )
-        if in_a_row and step > self.checked:
-            log.warning("step %d: the last %d updates were not finite, skipped", step, in_a_row)
+        new = counts["skipped_steps"] - self.skipped_steps
+        if new > 0 and step > self.checked:
+            scale = float(guard["loss_scale"])
+            is_search = self.config.precision == "float16" and scale > 1
+            log.warning(
+                "step %d: %d of the last %d updates were skipped, because the loss or a gradient "
+                "was not finite (the last one: %s)%s",
+                *(step, new, step - self.checked, leaf),
+                f"; float16's loss scale is now {scale:g}" if is_search else "",
+            )
+        self.skipped_steps, self.skipped_in_a_row = counts["skipped_steps"], in_a_row
         self.checked = step
 
-    def show(self, kind: str, step: int, totals) -> None:
-        """Log and write the metrics of one interval."""
+    def show(self, kind: str, step: int, totals, guard) -> None:
+        """Log and write the metrics of one interval, and what is of its last step alone."""
         metrics = task.report({name: (float(s), float(w)) for name, (s, w) in totals.items()})
-        if kind == "train":
-            (first, since), self.interval_start = self.interval_start, (step, self.seconds)
-            rate = (step - first) * self.config.batch_size / max(self.seconds - since, 1e-9)
-            metrics["examples_per_second"] = rate
-            self.warn_of_blow_up(step, metrics.get("loss"))
-            self.warn_of_waiting(step)
+        (first, since), self.interval_start = self.interval_start, (step, self.seconds)
+        rate = (step - first) * self.config.batch_size / max(self.seconds - since, 1e-9)
+        metrics["learning_rate"] = float(guard["learning_rate"])
+        metrics["skipped_steps"] = int(guard["skipped_steps"])
+        if self.config.precision == "float16":
+            metrics["loss_scale"] = float(guard["loss_scale"])
+        metrics["examples_per_second"] = rate
+        self.warn_of_blow_up(step, metrics.get("loss"))
+        self.warn_of_waiting(step)
         self.write(kind, step, metrics)
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Write metrics to the log and to TensorBoard as <kind>/<metric>."""
         shown = {name: value for name, value in metrics.items() if not name.startswith("num_")}
-        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        said = {name: x for name, x in shown.items() if x or name != "skipped_steps"}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in said.items())
         self.bar.clear()
         bad = [name for name, value in shown.items() if not math.isfinite(value)]
         if bad:
@@ -164,7 +183,11 @@ class Recorder:
                 "--precision float32",
                 *(step, kind, ", ".join(bad)),
             )
-        log.info("%-5s step %d/%d  %s", kind, step, self.config.total_steps, text)
+        epoch = step / self.steps_per_epoch
+        log.info(
+            "%-5s step %d/%d (epoch %.4g)  %s",
+            *(kind, step, self.config.total_steps, epoch, text),
+        )
         if self.tensorboard and kind != "test":  # which is a result, not a curve
             self.tensorboard.write(step, {f"{kind}/{name}": x for name, x in shown.items()})
 
@@ -205,7 +228,7 @@ class Recorder:
 
     def keep_going(self) -> bool:
         """Called between the batches of an evaluation: false once a stop was requested."""
-        self.keep_alive()
+        self.watchdog.moved()
         return not stop.poll()
 
     def tick(self) -> None:
@@ -214,20 +237,17 @@ class Recorder:
         self.seconds += now - self.clock
         self.clock = now
 
-    def keep_alive(self) -> None:
-        """Put off the watchdog, which ends a stuck process and shows every thread's stack."""
-        now = time.monotonic()
-        if self.config.stall_timeout and now - self.alive > 1:
-            limit = self.config.stall_timeout
-            faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
-            self.alive = now
-
-    def summary(self) -> dict[str, float | None]:
+    def summary(self) -> dict[str, Any]:
         """What result.json says of the steps and evaluations."""
-        return self.throughput() | {
+        return {
+            "step": self.current,
             "best_step": self.progress.best_step,
             "best_metric": self.progress.best_metric,
+            "eval": None,
+            **self.throughput(),
+            "compile_seconds": self.costs.get("compile_seconds"),
             "skipped_steps": self.skipped_steps,
+            "model_flops_per_step": self.costs.get("model_flops_per_step"),
         }
 
     def throughput(self) -> dict[str, float | None]:
@@ -242,7 +262,6 @@ class Recorder:
 
     def close(self) -> None:
         """Write out everything. The progress bar goes."""
-        faulthandler.cancel_dump_traceback_later()
         if self.profiling:
             self.stop_profiling()
         self.bar.close()

@@ -9,7 +9,6 @@ import platform
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Generator
 from typing import Any
 
@@ -117,7 +116,6 @@ def leave_at_once() -> None:
     At its exit JAX would wait minutes for those, which wait for this one, and then abort them all.
     """
     if jax.distributed.is_initialized():
-        traceback.print_exc()
         logging.shutdown()
         sys.stdout.flush()
         os._exit(stop.EXIT_CODES["failed"])

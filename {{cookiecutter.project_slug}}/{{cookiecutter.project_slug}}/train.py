@@ -1,14 +1,12 @@
 """Train a model: python -m <package>.train --help shows every setting."""
 
-from . import stop
+from . import startup
 
 if __name__ == "__main__":
-    stop.install_handlers()  # first: the imports below take seconds, and a signal may come in them
+    startup.prepare()  # first: the imports below take seconds, and a signal may come in them
 
 import contextlib
-import dataclasses
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,14 +14,17 @@ from typing import Any
 
 import jax
 
-from . import batches, data, logs, mesh, processes, workdir
-from .checkpoint import Checkpoints, Damaged, Progress
-from .config import Config, SettingError, check, resolve
+from . import advice, batches, command_line, data, devices, facts, logs, mesh, processes, stop
+from .checkpoint import Checkpoints, Damaged, Progress, Unreadable
+from .config import Config, check, resolve
 from .evaluate import evaluate
+from .failures import explained
 from .init_from import restore_params
 from .metrics import Diverged, Recorder
 from .train_state import plan_train_state
 from .train_step import compile_train_step, eval_step
+from .watchdog import Watchdog
+from .workdir import Run, open_run
 
 log = logging.getLogger(__package__)
 
@@ -34,59 +35,73 @@ def main(config: Config) -> dict[str, Any]:
     Raises SettingError for a setting, data or a run directory that cannot be used, before anything
     is compiled or overwritten.
     """
-    # ---------------------------------------------------------------- Devices, processes and data
     began = time.monotonic()
     check(config)
-    mesh.open_devices(config)
-    with processes.failing_together():
-        dataset = data.load(config)
-        config = resolve(config, len(dataset.train))
-        grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
-    sharding = mesh.batch_sharding(grid)
-    facts = workdir.describe(config, dataset)
-    processes.require_same(facts)
+    logs.start_logging(config.quiet)
+    with (
+        Watchdog(config.stall_timeout) as watchdog,
+        stop.listening(lambda reason: watchdog.abandon(reason)),
+        explained(config, watchdog),
+    ):
+        with watchdog.waiting_for("looking for devices"):
+            devices.open_devices(config)
+        logs.show(config.quiet)
+        with watchdog.waiting_for("reading the data"), processes.failing_together():
+            dataset = data.load(config)
+            config = resolve(config, len(dataset.train))
+            grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
+        known = facts.describe(config, dataset)
+        processes.require_same(known)
+        with open_run(config, known, watchdog, began) as run:
+            if run.is_over:
+                log.info("%s", facts.describe_end(run.path, run.result, is_over=True))
+                return run.result
+            return train(run, dataset, grid, watchdog)
 
-    # -------------------------------------------------------------------------- The run directory
-    path = workdir.open_workdir(config.workdir)
-    config = dataclasses.replace(config, workdir=os.fspath(path))
-    facts["settings"]["workdir"] = config.workdir
-    logs.start_logging(path, config.quiet)
-    earlier, is_over = workdir.check_resumable(path, facts, config)
-    if is_over:
-        log.info("%s: over, %s at step %d", path, earlier["status"], earlier["step"])
-        return earlier
 
-    # ---------------------------------------------------------- The state: new, or as it was left
-    create, abstract = plan_train_state(config, dataset, grid)
-    checkpoints = Checkpoints(path)
-    state, progress = checkpoints.restore_latest(abstract) or (create(), Progress())
-    step = start = saved = int(state.step)
-    if step == 0 and config.init_from:
-        state = state.start_from(restore_params(Path(config.init_from), state.params))
-    progress.extend(config.total_steps)
-    workdir.begin(path, facts, config)
-    log.info("%s: %s", path, f"resumed at step {step}" if step else "a new run")
+def train(
+    run: Run, dataset: data.Data, grid: jax.sharding.Mesh, watchdog: Watchdog
+) -> dict[str, Any]:
+    """Train from where the run is to its end, and return the contents of result.json."""
+    config, sharding = run.config, mesh.batch_sharding(grid)
+    with contextlib.ExitStack() as closing:
+        # ------------------------------------------------------ The state: new, or as it was left
+        with watchdog.waiting_for("creating or restoring the train state"):
+            create, abstract = plan_train_state(config, dataset, grid)
+            checkpoints = closing.enter_context(contextlib.closing(Checkpoints(run.path)))
+            state, progress = checkpoints.restore_latest(abstract) or (create(), Progress())
+            step = start = saved = int(state.step)
+            if step == 0 and config.init_from:
+                state = state.start_from(restore_params(Path(config.init_from), state.params))
+            state = jax.block_until_ready(state)
+        lines = advice.check(config, dataset, state, run.earlier)
+        run.accept()
+        facts.announce(run, dataset, step, lines)
+        progress.extend(config.total_steps)
 
-    recorder = Recorder(path, config, progress, step, state.params)
-    score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
-    status, tested, guard = "failed", None, None
-    costs: dict[str, float | None] = {}
+        steps_per_epoch = len(dataset.train) // config.batch_size
+        recorder = Recorder(config, progress, state, steps_per_epoch, watchdog)
+        closing.callback(recorder.close)
+        run.summary = recorder.summary
+        score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
+        guard = None
 
-    def score(state, split):
-        """Metrics of the state on a split; None if a stop was requested meanwhile."""
-        with recorder.paused(step, guard):
-            stream = batches.eval_batches(split, config, sharding)
-            return evaluate(score_batch, state, stream, recorder.keep_going)
+        def score(name, split):
+            """Metrics of the state on a split; None if a stop was requested meanwhile."""
+            with recorder.paused(step, guard), watchdog.waiting_for("evaluating", slack=1):
+                stream = batches.eval_batches(split, config, sharding)
+                count = batches.count_eval_batches(split, config)
+                found = evaluate(score_batch, state, stream, count, name, recorder.keep_going)
+                return found and found | batches.baseline(split)
 
-    try:
-        with contextlib.ExitStack() as closing:
-            closing.callback(recorder.close)
-            closing.callback(checkpoints.close)
+        try:
             # ---------------------------------------------------------------- The compiled step
-            train_step, fresh_totals, costs = compile_train_step(
-                config, abstract, dataset.train, grid
-            )
-            processes.wait_for_all("compiled")
+            with watchdog.waiting_for("compiling the train step"):
+                train_step, fresh_totals, recorder.costs = compile_train_step(
+                    config, abstract, dataset.train, grid
+                )
+                processes.wait_for_all("compiled")
+            run.begin()
             totals = fresh_totals()
             stream = batches.train_batches(dataset.train, config, sharding, step)
             closing.callback(stream.close)
@@ -94,27 +109,25 @@ def main(config: Config) -> dict[str, Any]:
 
             # ------------------------------------------------------------------------- The loop
             while True:
-                # What is due at a step comes before the next one: evaluate, judge, save, end.
+                # Before every step: evaluate, save and end the run, each if it is due.
                 is_last, is_best = step >= config.total_steps, False
                 stopping = stop.poll() or start < step == config.stop_after_step
                 is_due = is_last or is_multiple(step, config.eval_every)
                 if config.eval_every and is_due and step > progress.evaluated_step and not stopping:
-                    scores = score(state, dataset.validation)
+                    scores = score("eval", dataset.validation)
                     stopping = scores is None
                     if scores:
                         recorder.write("eval", step, scores)
                         is_best = progress.update(step, scores)
-                is_enough = 0 < config.early_stopping_patience <= progress.evaluations_since_best
-                endings = {"preempted": stopping, "early_stopped": is_enough, "completed": is_last}
-                ending = next((name for name, holds in endings.items() if holds), None)
-                is_due = bool(ending) or is_multiple(step, config.checkpoint_every)
+                status, reason = how_it_ends(config, progress, step, stopping)
+                is_due = bool(status) or is_multiple(step, config.checkpoint_every)
                 if is_best or (is_due and step > saved):
-                    with recorder.paused(step, guard):
+                    with recorder.paused(step, guard), watchdog.waiting_for("saving"):
                         # While updates are skipped nothing pushes out the checkpoints from before.
-                        if ending or is_best or not recorder.skipped_in_a_row:
+                        if status or is_best or not recorder.skipped_in_a_row:
                             checkpoints.save(step, state, progress)
                             saved = step
-                if ending:
+                if status:
                     break
 
                 with recorder.waiting():
@@ -125,28 +138,54 @@ def main(config: Config) -> dict[str, Any]:
 
             # ------------------------------------------------------- The test of the best state
             recorder.finish(step, totals, guard)
-            checkpoints.wait()
-            if ending != "preempted":
+            with watchdog.waiting_for("saving the last checkpoint"):
+                checkpoints.wait()
+            tested, tested_step = None, None
+            if status != "preempted":
                 if progress.best_step not in (None, step):
-                    state, _ = checkpoints.restore(progress.best_step, abstract)
-                tested = score(state, dataset.test)
+                    try:
+                        state, _ = checkpoints.restore(progress.best_step, abstract)
+                    except (Damaged, Unreadable) as error:
+                        log.error("%s. The last step is tested in place of the best", error)
+                tested_step = int(state.step)
+                tested = score("test", dataset.test)
                 if tested:
-                    recorder.write("test", progress.best_step or step, tested)
-            status = ending if tested else "preempted"
-    except Diverged as error:
-        status = "diverged"
-        log.error("%s; last good checkpoint: %s", error, max(checkpoints.steps, default="none"))
-    except Damaged as error:  # a SettingError would mean that nothing was trained
-        raise RuntimeError(f"the best checkpoint cannot be tested: {error}") from error
-    finally:
-        result = {"status": status, "step": step, "eval": tested} | recorder.summary()
-        result |= {name: costs.get(name) for name in ("compile_seconds", "model_flops_per_step")}
-        result |= {name: facts[name] for name in workdir.CIRCUMSTANCES}
-        result["seconds"] = time.monotonic() - began
-        workdir.write_json(path / "result.json", result)
+                    recorder.write("test", tested_step, tested)
+                else:
+                    status, reason = "preempted", "stopped on request in the test"
+        except Diverged as error:
+            status, reason, tested, tested_step = "diverged", str(error), None, None
+            good = max(checkpoints.steps, default="none")
+            log.error("%s; last good checkpoint: %s", error, good)
+        except Exception:
+            checkpoints.rescue(step, state, progress)
+            raise
+    result = run.end(
+        status,
+        reason,
+        eval=tested,
+        tested_step=tested_step,
+        eval_batches=config.eval_batches or None,
+    )
     processes.wait_for_all("the end of the run")
-    log.info("%s: %s at step %d", path, status, step)
+    log.info("%s", facts.describe_end(run.path, result))
     return result
+
+
+def how_it_ends(
+    config: Config, progress: Progress, step: int, stopping: bool
+) -> tuple[str | None, str]:
+    """The status with which the run ends before this step, and why; None if it goes on."""
+    if stopping:
+        is_planned = step == config.stop_after_step and not stop.requested
+        signal = stop.requested or "a signal to another process"
+        return "preempted", f"--stop-after-step {step}" if is_planned else f"stopped by {signal}"
+    patience = config.early_stopping_patience
+    if 0 < patience <= progress.evaluations_since_best:
+        return "early_stopped", f"no new best in {patience} evaluations"
+    if step >= config.total_steps:
+        return "completed", "all steps are done"
+    return None, ""
 
 
 def is_multiple(step: int, every: int) -> bool:
@@ -155,15 +194,9 @@ def is_multiple(step: int, every: int) -> bool:
 
 def cli() -> int:
     """Run with the command line's settings and return the exit code."""
-    try:
-        result = main(workdir.parse_settings(sys.argv[1:]))
-    except (SettingError, processes.Unreachable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return stop.BAD_SETTING if isinstance(error, SettingError) else stop.EXIT_CODES["failed"]
-    except Exception:
-        processes.leave_at_once()
-        raise
-    return stop.EXIT_CODES[result["status"]]
+    return command_line.run(
+        lambda: stop.EXIT_CODES[main(command_line.parse_settings(sys.argv[1:]))["status"]]
+    )
 
 
 if __name__ == "__main__":

@@ -35,6 +35,14 @@ class LossScale(flax.struct.PyTreeNode):
         )
 
 
+def average_decay(decay: float, updates: jax.typing.ArrayLike) -> jax.Array:
+    """Decay of the average after so many updates: low at first, so that it forgets its start.
+
+    A constant decay of 0.999 would hold three quarters of the random start after 300 updates.
+    """
+    return jnp.minimum(decay, (1 + updates) / (10 + updates))
+
+
 class TrainState(train_state.TrainState):
     """Flax's TrainState (step, apply_fn, params, tx, opt_state) and what this project adds.
 
@@ -45,13 +53,18 @@ class TrainState(train_state.TrainState):
     batch_stats: dict
     ema: dict | None
     """Averaged {"params", "batch_stats"} when --ema-decay is on."""
-    loss_scale: LossScale | None
-    """With --precision float16 only."""
+    loss_scale: LossScale
+    """Used with --precision float16 only, but always there: a resumed run may change to it."""
     skipped_steps: jax.Array
     """Updates left out because their gradients were not finite; step counts them too."""
     skipped_in_a_row: jax.Array
     first_bad_leaf: jax.Array
     """Position in the gradients' leaves of the first that was not finite, when one was skipped."""
+
+    @property
+    def applied_updates(self) -> jax.Array:
+        """The optimizer's own count: by it go learning rate and average."""
+        return self.step - self.skipped_steps
 
     @property
     def variables(self) -> dict:
@@ -81,7 +94,7 @@ def create_train_state(
         tx=tx,
         batch_stats=variables["batch_stats"],
         ema=jax.tree.map(jnp.copy, variables) if config.ema_decay else None,
-        loss_scale=LossScale(jnp.float32(2**15), zero) if config.precision == "float16" else None,
+        loss_scale=LossScale(jnp.float32(2**15), zero),
         skipped_steps=zero,
         skipped_in_a_row=zero,
         first_bad_leaf=zero,

@@ -15,17 +15,15 @@ from .config import Config
 from .data import Split
 from .mesh import batch_sharding, replicated
 from .optimizer import create_schedule
-from .train_state import TrainState
+from .train_state import TrainState, average_decay
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, tuple[jax.Array, jax.Array]]  # each a (sum, weight)
 
-GUARD = ("skipped_steps", "skipped_in_a_row", "first_bad_leaf")  # counters of the state to watch
+COUNTERS = ("skipped_steps", "skipped_in_a_row", "first_bad_leaf")  # of the state, to be watched
 
 
-def train_step(
-    state: TrainState, batch: Batch, *, config: Config, schedule: optax.Schedule
-) -> tuple[TrainState, Metrics]:
+def train_step(state: TrainState, batch: Batch, *, config: Config) -> tuple[TrainState, Metrics]:
     """Update the state with one global batch.
 
     A step whose loss or gradients are not finite changes nothing but the counters and the loss
@@ -33,6 +31,7 @@ def train_step(
     After more than --max-skipped-steps of them in a row no step changes anything any more, until
     the driver notices and ends the run.
     """
+    is_float16 = config.precision == "float16"
     grads, metrics, batch_stats = compute_gradients(state, batch, config)
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
     bad = ~jnp.isfinite(squares)
@@ -42,19 +41,18 @@ def train_step(
 
     new = state.apply_gradients(grads=grads, batch_stats=batch_stats)
     if state.ema is not None:
-        ema = optax.incremental_update(new.variables, state.ema, 1 - config.ema_decay)
+        decay = average_decay(config.ema_decay, state.applied_updates)
+        ema = optax.incremental_update(new.variables, state.ema, 1 - decay)
         new = new.replace(ema=ema)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
     new = kept.replace(
         step=new.step,
-        loss_scale=state.loss_scale and state.loss_scale.adjust(finite),
+        loss_scale=state.loss_scale.adjust(finite) if is_float16 else state.loss_scale,
         skipped_steps=state.skipped_steps + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
         first_bad_leaf=jnp.where(jnp.any(bad), jnp.argmax(bad), state.first_bad_leaf),
     )
-    one = jnp.float32(1)
-    metrics["grad_norm"] = jnp.sqrt(jnp.sum(squares)), one
-    metrics["learning_rate"] = jnp.float32(schedule(state.step - state.skipped_steps)), one
+    metrics["grad_norm"] = jnp.sqrt(jnp.sum(squares)), jnp.float32(1)
     return new, jax.tree.map(lambda x: jnp.where(finite, x, 0), metrics)
 
 
@@ -68,7 +66,7 @@ def compute_gradients(
     normalisation sees one micro-batch at a time: its running averages move once for each.
     """
     weight = jnp.maximum(jnp.sum(batch["mask"]), 1)
-    scale = 1.0 if state.loss_scale is None else state.loss_scale.factor
+    scale = state.loss_scale.factor if config.precision == "float16" else 1.0
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
 
     def loss_fn(params, batch_stats, batch, key):
@@ -113,8 +111,9 @@ def compile_train_step(
 
     Returns the step (state, totals, batch) -> (state, totals, guard), a function that makes totals
     of zero, and what the step costs. The step adds its metrics to the totals on the device, so that
-    they need to be fetched once in a log interval only; the guard is the state's counters. State
-    and totals are donated: the ones passed in cannot be used again.
+    they need to be fetched once in a log interval only; the guard holds what is of this step alone,
+    the state's counters, the learning rate and the loss scale. State and totals are donated: the
+    ones passed in cannot be used again.
     """
     schedule = create_schedule(config.optimizer, config.total_steps)
     rows = split.rows(np.zeros(1, np.int64))
@@ -124,7 +123,7 @@ def compile_train_step(
         )
         for name, x in rows.items()
     }
-    update = functools.partial(train_step, config=config, schedule=schedule)
+    update = functools.partial(train_step, config=config)
     metrics = jax.eval_shape(update, state, batch)[1]
     fresh_totals = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics),
@@ -133,8 +132,11 @@ def compile_train_step(
 
     @functools.wraps(train_step)
     def step(state, totals, batch):
+        rate = schedule(state.applied_updates)
         state, metrics = update(state, batch)
-        guard = {name: getattr(state, name) for name in GUARD}
+        guard = {name: getattr(state, name) for name in COUNTERS}
+        guard["learning_rate"] = jnp.asarray(rate, jnp.float32)
+        guard["loss_scale"] = state.loss_scale.factor
         return state, jax.tree.map(jnp.add, totals, metrics), guard
 
     shardings = jax.tree.map(lambda x: x.sharding, state), replicated(mesh), replicated(mesh)

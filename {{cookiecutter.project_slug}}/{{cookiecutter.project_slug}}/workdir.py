@@ -1,62 +1,138 @@
-"""The run directory: where it is, what it remembers of a run, and whether a run may go on there."""
+"""The run directory: where it is, who trains there, and what stays of a start that fails."""
 
 import contextlib
 import dataclasses
 import datetime
-import functools
 import glob
-import json
 import logging
-import math
 import os
-import platform
-import subprocess
-import sys
+import shutil
 import tempfile
-from importlib import metadata
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import jax
-import tyro
 
-from . import processes
-from .config import Config, SettingError, flag, flatten
-from .data import Data
+from . import logs, processes
+from .config import Config, SettingError
+from .facts import CIRCUMSTANCES, compare, read_facts, read_json, write_json
+from .failures import OutOfMemory, explained
+from .owner import Owner
+from .watchdog import Watchdog
 
 log = logging.getLogger(__package__)
 
-# Settings that belong to one start of a run, and those that a resumed run may change; "mesh."
-# stands for all settings below it.
-PER_START = ("workdir", "init_from", "stop_after_step", "profile_steps")
-CHANGEABLE = (
-    *("total_steps", "log_every", "eval_every", "checkpoint_every", "early_stopping_patience"),
-    *("max_skipped_steps", "platform", "debug_nans", "stall_timeout", "quiet"),
-    *("data.path", "data.workers", "mesh."),
-)
-CIRCUMSTANCES = ("devices", "processes", "xla_flags", "versions")
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+class Run:
+    """The directory of a run, while this process trains there."""
+
+    def __init__(self, path: Path, config: Config, facts: dict[str, Any], began: float):
+        self.path, self.facts, self.began = path, facts, began
+        self.is_default = config.workdir is None
+        self.config = dataclasses.replace(config, workdir=os.fspath(path))
+        facts["settings"]["workdir"] = os.fspath(path)
+        self.earlier = read_facts(path)
+        self.result = read_json(path / "result.json", "status", "step")
+        self.changes, self.is_over = compare(path, self.earlier, self.result, facts, self.config)
+        self.summary: Callable[[], dict[str, Any]] = dict
+        """What else belongs into result.json; called at the end."""
+        self.is_accepted = False
+
+    def accept(self) -> None:
+        """Nothing is wrong with the settings: from here on this start leaves traces."""
+        self.is_accepted = True
+        logs.open_log(self.path)
+
+    def begin(self) -> None:
+        """Training begins: note with what, forget the end of an earlier start."""
+        place = self.config.data.path
+        beside = os.path.relpath(os.path.expanduser(place), self.path) if place else None
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        notes = {"data_beside_run": beside, "began": now}
+        write_json(self.path / "config.json", self.facts | notes)
+        if jax.process_index() == 0:
+            (self.path / "result.json").unlink(missing_ok=True)
+            if self.is_default:
+                point_latest(self.path)
+
+    def end(self, status: str, reason: str, **more: Any) -> dict[str, Any]:
+        """Write result.json and return what it holds."""
+        result = {"status": status, "reason": reason} | self.summary() | more
+        result |= {name: self.facts[name] for name in CIRCUMSTANCES}
+        result["seconds"] = time.monotonic() - self.began
+        write_json(self.path / "result.json", result)
+        return result
+
+    def abandon(self, reason: str, error: BaseException | None = None) -> None:
+        """Write down why this start ends before its time, as far as that is still possible."""
+        if not self.is_accepted:
+            self.accept()
+        is_explained = isinstance(error, (OutOfMemory, SettingError, type(None)))
+        log.error("%s", reason, exc_info=None if is_explained else error, extra=logs.FILE_ONLY)
+        try:
+            self.end("failed", reason)
+        except OSError as problem:
+            log.error("%s", problem)
 
 
-def open_workdir(name: str | None) -> Path:
-    """The absolute run directory, made by process 0 and the same in every process."""
-    if name is not None and "://" in name:
-        raise SettingError(f"--workdir {name}: must be a directory of this machine's file system")
+@contextlib.contextmanager
+def open_run(
+    config: Config, facts: dict[str, Any], watchdog: Watchdog, began: float
+) -> Generator[Run]:
+    """Own the run directory of this configuration while a run goes on in it.
+
+    Raises SettingError if it cannot be used or does not fit these facts. A start that is refused,
+    here or inside, leaves everything as it was.
+    """
     with contextlib.ExitStack() as closing:
+        closing.callback(logs.end_logging)
+        path, made = claim(config.workdir, watchdog, closing)
+        run = Run(path, config, facts, began)
+        watchdog.abandon = run.abandon
+        try:
+            with explained(config, watchdog):
+                yield run
+        except BaseException as error:
+            if run.is_accepted or not isinstance(error, SettingError):
+                run.abandon(f"{type(error).__name__}: {error}", error)
+            raise
+        finally:
+            if run.is_accepted:
+                made.clear()
+
+
+def claim(
+    name: str | None, watchdog: Watchdog, closing: contextlib.ExitStack
+) -> tuple[Path, list[Path]]:
+    """The run directory, made and owned by process 0 and the same in every process.
+
+    When `closing` ends, it is owned no more, and the directories that are still in the returned
+    list are removed: they were made for it.
+    """
+    made: list[Path] = []
+    with contextlib.ExitStack() as seen:
         token = ""
         with processes.failing_together():
             if jax.process_index() == 0:
+                closing.callback(remove, made)
                 try:
-                    path = Path(os.path.expanduser(name)).resolve() if name else new_run()
-                    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+                    path = find_run(name) if name else new_run(made)
+                    make(path / "checkpoints", made)
+                    owner = Owner(path)
+                    owner.take()
+                    closing.callback(owner.release)
+                    watchdog.beat = owner.beat
                     # A directory that cannot be written would else be noticed much later.
-                    token = closing.enter_context(
+                    token = seen.enter_context(
                         tempfile.NamedTemporaryFile(dir=path, prefix=".shared-")
                     ).name
                 except OSError as error:
-                    where = name or "runs"
+                    where = f"--workdir {name}" if name else os.path.abspath("runs")
                     raise SettingError(
-                        f"--workdir {where}: cannot be made or written ({error})"
+                        f"{where}: the run directory cannot be made or written ({error}). Make it "
+                        f"writable, or give another --workdir"
                     ) from error
         token = processes.gather(token)[0]
         with processes.failing_together():
@@ -65,203 +141,92 @@ def open_workdir(name: str | None) -> Path:
                     f"--workdir {os.path.dirname(token)}: does not see what process 0 wrote there: "
                     f"use a file system that all processes share"
                 )
-    return Path(token).parent
+    return Path(token).parent, made
 
 
-def new_run() -> Path:
-    """Make runs/<date-time> and point runs/latest to it."""
+def find_run(name: str) -> Path:
+    """The absolute directory of a run.
+
+    runs/latest is a link to the run that began last. Where it leads to no checkpoint, the newest
+    run that has one is meant. Raises SettingError if there is none.
+    """
+    if "://" in name:
+        raise SettingError(
+            f"--workdir {name}: must be a directory of this machine's file system. Mount the "
+            f"bucket, or copy finished checkpoints there"
+        )
+    path = Path(os.path.abspath(os.path.expanduser(name)))
+    if (path.parent.name, path.name) != ("runs", "latest") or (
+        path.is_symlink() and has_checkpoint(path)
+    ):
+        return path.resolve()
+    runs = [run for run in path.parent.glob("*") if not run.is_symlink() and has_checkpoint(run)]
+    if not runs:
+        raise SettingError(
+            f"{path}: there is no run to go on from, as no directory in {path.parent} has a "
+            f"checkpoint: start a new one, without --workdir"
+        )
+
+    def age(run):
+        began = (read_json(run / "config.json") or {}).get("began", "")
+        return began, run.name != "latest", run.name
+
+    newest = max(runs, key=age)
+    log.warning("%s leads to no run with a checkpoint: the newest that has one is %s", path, newest)
+    return newest
+
+
+def has_checkpoint(run: Path) -> bool:
+    saved = glob.glob(os.path.join(glob.escape(os.fspath(run)), "checkpoints", "[0-9]*"))
+    return any(os.path.basename(name).isdigit() for name in saved)
+
+
+def new_run(made: list[Path]) -> Path:
+    """Make runs/<date-time>, under a name of its own."""
     runs = Path("runs").resolve()
-    runs.mkdir(exist_ok=True)
+    make(runs, made)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
         path = runs / (stamp + suffix)
-        try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        link = runs / f".latest-{os.getpid()}"
-        link.symlink_to(path.name)
-        link.replace(runs / "latest")
-        return path
+            made.append(path)
+            return path
     raise FileExistsError(f"{runs}/{stamp} and 999 more")
 
 
-def describe(config: Config, data: Data) -> dict[str, Any]:
-    """What config.json holds: every setting, the data and the circumstances."""
-    return {
-        "settings": dataclasses.asdict(config),
-        "data": {
-            "fingerprint": data.fingerprint,
-            "rows": {name: len(getattr(data, name)) for name in ("train", "validation", "test")},
-            "outputs": data.num_outputs,
-        },
-        "platform": jax.default_backend(),
-        "devices": jax.device_count(),
-        "processes": jax.process_count(),
-        "versions": versions(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
-def announce(facts: dict[str, Any], config: Config) -> None:
-    """Say what the run has to work with."""
-    found = facts["versions"]
-    log.info(
-        "%s %s, %d in all; %d process(es); jax %s, flax %s%s; XLA_FLAGS: %s",
-        *(jax.local_device_count(), jax.devices()[0].device_kind, facts["devices"]),
-        *(facts["processes"], found["jax"], found["flax"]),
-        " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
-        facts["xla_flags"].strip() or "none",
-    )
-    rows = ", ".join(f"{count} {name}" for name, count in facts["data"]["rows"].items())
-    log.info("rows: %s; outputs: %d", rows, facts["data"]["outputs"])
-    if config.optimizer.warmup_steps > config.total_steps // 2:
-        log.warning("the warm-up is shortened to half of the %d steps", config.total_steps)
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Versions of Python, the packages and this project's code (its git commit)."""
-    found = {"python": platform.python_version()}
-    found |= {name: metadata.version(name) for name in PACKAGES}
-    git = ["git", "-C", os.fspath(Path(__file__).parent)]
+def point_latest(path: Path) -> None:
+    """Let runs/latest lead to this run, if that can be: no failure of it stops a run."""
+    link = path.parent / f".latest-{os.getpid()}"
     try:
-        run = functools.partial(subprocess.check_output, text=True, stderr=subprocess.DEVNULL)
-        commit, changes = run([*git, "rev-parse", "HEAD"]), run([*git, "status", "--porcelain"])
-        found["git"] = commit.strip() + ("-dirty" if changes else "")
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return found
-
-
-def begin(path: Path, facts: dict[str, Any], config: Config) -> None:
-    """Note that this run is under way, and say what it has to work with."""
-    write_json(path / "config.json", facts)
-    if jax.process_index() == 0:
-        (path / "result.json").unlink(missing_ok=True)
-    announce(facts, config)
-
-
-def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
-    """The object in a JSON file, None if it cannot be read or lacks one of these keys."""
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return contents if isinstance(contents, dict) and contents.keys() >= set(needed) else None
-
-
-def read_facts(path: Path) -> dict[str, Any] | None:
-    """What config.json says of the run in this directory, None if there is none.
-
-    Raises SettingError if it is lost: its run would go on with other settings.
-    """
-    file = path / "config.json"
-    needed = ("settings", "data", "platform", "devices", "processes", "versions")
-    facts = read_json(file, *needed)
-    checkpoints = glob.glob(os.path.join(glob.escape(os.fspath(path)), "checkpoints", "*"))
-    if facts is None and (checkpoints or os.path.exists(file)):
-        raise SettingError(
-            f"{file} is missing or damaged, so the settings of this run are not known: put back a "
-            f"copy, or start a new --workdir, with --init-from {path} to go on from its parameters"
+        link.symlink_to(path.name)
+        link.replace(path.parent / "latest")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            link.unlink()
+        log.warning(
+            "%s/latest does not lead to this run (%s). Is it a directory, as copying makes of a "
+            "link? Then give it a name of its own",
+            *(path.parent, error.strerror),
         )
-    return facts
 
 
-def write_json(path: Path, contents: dict[str, Any]) -> None:
-    """Write in one go, by process 0 only: readers see the old file or the whole new one.
-
-    NaN and infinity, which JSON does not have, become null.
-    """
-
-    def finite(value):
-        if isinstance(value, dict):
-            return {name: finite(x) for name, x in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    if jax.process_index() == 0:
-        partial = path.with_suffix(".tmp")
-        text = json.dumps(finite(contents), indent=2, allow_nan=False)
-        try:
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
+def make(path: Path, made: list[Path]) -> None:
+    """Make a directory and those above it; add them to the list, the outermost first."""
+    missing = []
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        missing.append(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    made.extend(reversed(missing))
 
 
-def parse_settings(arguments: list[str]) -> Config:
-    """Settings from the command line; a run that is resumed provides the defaults."""
-    cli = functools.partial(
-        tyro.cli,
-        Config,
-        args=arguments,
-        prog=f"python -m {__package__}.{Path(sys.argv[0]).stem}",
-        description="All settings. A --workdir with an earlier run in it provides the defaults.",
-    )
-    config = cli()
-    saved = config.workdir and saved_config(Path(os.path.expanduser(config.workdir)))
-    if not saved:
-        return config
-    forgotten = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))
-    defaults = dataclasses.replace(saved, **forgotten)
-    config = cli(default=defaults)
-    if config.epochs is None and config.total_steps is None:
-        config = dataclasses.replace(config, total_steps=saved.total_steps)
-    return config
-
-
-def saved_config(path: Path) -> Config | None:
-    """The settings of the run in this directory, None if there is none."""
-    saved = read_facts(path)
-    return build(Config, saved["settings"]) if saved else None
-
-
-def build(cls: type, values: dict[str, Any]) -> Any:
-    """A (nested) dataclass from JSON; settings that it does not have any more are left out."""
-    fields = {}
-    for field in dataclasses.fields(cls):
-        if field.name in values:
-            value = values[field.name]
-            if dataclasses.is_dataclass(field.default):
-                value = build(type(field.default), value)
-            fields[field.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**fields)
-
-
-def check_resumable(
-    path: Path, facts: dict[str, Any], config: Config
-) -> tuple[dict[str, Any] | None, bool]:
-    """Print what changed since the run in this directory was last started.
-
-    Returns its result.json, None if it has none, and whether nothing is left to do. Raises
-    SettingError for a change that would make the outcome neither the old run's nor a new one's.
-    """
-    earlier, result = read_facts(path), read_json(path / "result.json", "status", "step")
-    if earlier is None:
-        return None, False
-    before, after = flatten(build(Config, earlier["settings"])), flatten(config)
-    changed = [name for name in after if before[name] != after[name] and name not in PER_START]
-    for name in changed:
-        change = f"{flag(name)}: {before[name]} -> {after[name]}"
-        if not name.startswith(CHANGEABLE):
-            raise SettingError(
-                f"{change} cannot change when a run is resumed. Keep {before[name]}, or start a "
-                f"new --workdir, with --init-from {path} to go on from its parameters"
-            )
-        log.info("changed %s", change)
-    if earlier["data"] != facts["data"]:
-        raise SettingError(
-            f"the data changed since this run was started: {earlier['data']} -> {facts['data']}. "
-            f"Restore it, or start a new --workdir with --init-from {path}"
-        )
-    for name in ("platform", "devices", "processes", "versions", "xla_flags"):
-        if earlier.get(name) != facts[name]:
-            change = f"{name} {earlier.get(name)} -> {facts[name]}"
-            log.info("changed %s: this continues correctly, but not bit for bit", change)
-    grew = config.total_steps > earlier["settings"]["total_steps"]
-    status = result and result["status"]
-    is_over = (status in ("completed", "early_stopped") and not grew) or (
-        status == "diverged" and not changed
-    )
-    return result, is_over
+def remove(made: list[Path]) -> None:
+    """Remove the directories that a refused start has made."""
+    for folder in reversed(made):
+        with contextlib.suppress(OSError):
+            if folder.name == "checkpoints":
+                shutil.rmtree(folder)
+            else:
+                folder.rmdir()

@@ -1,0 +1,428 @@
+"""However a run ends: what can be saved is saved, the reason is written, a way on is named."""
+
+import dataclasses
+import fcntl
+import importlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import types
+from pathlib import Path
+
+import bake
+import numpy as np
+import pytest
+from children import (
+    COMBINATIONS,
+    IMAGES,
+    IMAGES_NNX,
+    TEXT,
+    TEXT_NNX,
+    before_step,
+    flags,
+    kill,
+    one_message,
+    paused,
+    result_of,
+    steps_in,
+    train,
+    train_with,
+)
+
+pytestmark = pytest.mark.slow
+
+PACKAGES = [f"{task}_{api}" for task, api in COMBINATIONS]
+
+
+def evaluate(get, *words):
+    sys.argv = ["evaluate.py", *words]
+    return get("evaluate").cli()
+
+
+def log_of(workdir):
+    return (Path(workdir) / "train.log").read_text(encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------- Signals
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), zip(("SIGHUP", "SIGUSR2", "SIGXCPU", "SIGTERM"), PACKAGES, strict=True)
+)
+def test_a_signal_saves_and_is_written_down(server, tmp_path, name, package):
+    words = flags(server, package, workdir=tmp_path, checkpoint_every=0, eval_every=0)
+    run = paused(server, words, 6, package=package)
+    os.kill(run.pid, getattr(signal, name))
+    text = run.ends_with(75)
+    result = result_of(tmp_path)
+    assert (result["status"], result["reason"]) == ("preempted", f"stopped by {name}")
+    assert steps_in(tmp_path) == [str(result["step"])]
+    for shown in (text, log_of(tmp_path)):
+        assert f"stopped by {name}" in shown and f"to go on: --workdir {tmp_path}" in shown
+    text = server.start(train, "--workdir", tmp_path, package=package).ends_with(0)
+    assert f"resumed at step {result['step']}" in text
+
+
+def test_nohup_keeps_a_run_going(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path)
+    run = paused(server, words, 6, {"ignore_sighup": None})
+    os.kill(run.pid, signal.SIGHUP)
+    os.kill(run.pid, signal.SIGUSR2)  # which ends the pause
+    run.ends_with(75)
+    assert result_of(tmp_path)["reason"] == "stopped by SIGUSR2"
+
+
+def ignore_sighup(get, _):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    get("stop").install_handlers()
+
+
+def test_a_terminal_that_goes_away(server, tmp_path):
+    """Its process gets SIGHUP, and errors for whatever it writes."""
+    words = flags(server, IMAGES, workdir=tmp_path, total_steps=100_000, eval_every=0)
+    command = [sys.executable, "-m", f"{IMAGES}.train", *map(str, words)]
+    terminal, other = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        cwd=server.root,
+        env=server.environment,
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(other)
+    seen = b""
+    while b"train step" not in seen:
+        seen += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(60) == 75
+    assert result_of(tmp_path)["reason"] == "stopped by SIGHUP"
+    assert str(result_of(tmp_path)["step"]) in steps_in(tmp_path)
+
+
+def take_terminal():
+    """Make standard input the terminal that this process belongs to."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_the_second_ctrl_c_is_written_down(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path)
+    run = server.start(train_with, {"interrupt_twice_before": 5}, *words)
+    assert "abandoned, nothing saved" in run.ends_with(130)
+    assert "second Ctrl-C" in result_of(tmp_path)["reason"]
+    assert "second Ctrl-C" in log_of(tmp_path)
+
+
+def interrupt_twice_before(get, step):
+    def act():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before_step(get, step, act)
+
+
+@pytest.mark.parametrize("package", [IMAGES_NNX, TEXT])
+def test_main_in_a_notebook(server, tmp_path, package):
+    words = flags(server, package, workdir=tmp_path)
+    seen = server.start(call_main, tmp_path, *words, package=package).answer()
+    assert seen["first"] == ["preempted", "stopped by SIGINT"]
+    assert seen["second"] == "KeyboardInterrupt"
+    assert seen["third"] == ["completed", "all steps are done"]
+    assert seen["handlers"] is True and seen["in a thread"] == "completed"
+
+
+def call_main(get, workdir, *words):
+    """What a notebook does: no handlers of train.py's own, interrupts, main() again."""
+    config = get("command_line").parse_settings(list(words))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    original, count = get("batches").train_batches, [1]
+
+    def interrupted(*args):
+        for number, batch in enumerate(original(*args)):
+            if number == 2:
+                for _ in range(count[0]):
+                    os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    get("batches").train_batches = interrupted
+    main, seen = get("train").main, {}
+    result = main(config)
+    seen["first"] = [result["status"], result["reason"]]
+    count[0] = 2
+    try:
+        main(config)
+    except KeyboardInterrupt:
+        seen["second"] = "KeyboardInterrupt"
+    count[0] = 0
+    result = main(config)
+    seen["third"] = [result["status"], result["reason"]]
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    seen["handlers"] = before == after
+    config = dataclasses.replace(config, workdir=f"{workdir}/other")
+    thread = threading.Thread(target=lambda: seen.update({"in a thread": main(config)["status"]}))
+    thread.start()
+    thread.join()
+    return seen
+
+
+# -------------------------------------------------------------------------------------- Exceptions
+
+
+@pytest.mark.parametrize("package", [IMAGES, TEXT_NNX])
+def test_an_exception_is_written_down_and_loses_no_step(server, tmp_path, package):
+    words = flags(server, package, workdir=tmp_path, checkpoint_every=0, eval_every=0)
+    text = server.start(train_with, {"fail_before": 6}, *words, package=package).ends_with(1)
+    assert text.count("row 7 is broken") == 1 and text.count("Traceback") == 1
+    assert result_of(tmp_path)["status"] == "failed"
+    assert result_of(tmp_path)["reason"] == "ValueError: row 7 is broken"
+    assert "Traceback" in log_of(tmp_path) and "row 7 is broken" in log_of(tmp_path)
+    assert steps_in(tmp_path) == ["6"]
+
+
+def fail_before(get, step):
+    def act():
+        raise ValueError("row 7 is broken")
+
+    before_step(get, step, act)
+
+
+def test_what_the_step_has_taken_is_not_saved_and_that_is_said(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path, checkpoint_every=0, eval_every=0)
+    text = server.start(train_with, {"fail_in_step": 6}, *words).ends_with(1)
+    assert "is not saved" in text and not steps_in(tmp_path)
+
+
+def fail_in_step(get, step):
+    module = get("train")
+    original = module.compile_train_step
+
+    def compile_failing(*args):
+        compiled, *rest = original(*args)
+        calls = iter(range(1, 10**6))
+
+        def failing(*arguments):
+            results = compiled(*arguments)
+            if next(calls) == step:
+                raise RuntimeError("in the step")
+            return results
+
+        return failing, *rest
+
+    module.compile_train_step = compile_failing
+
+
+# ------------------------------------------------------------------------------------------ Stalls
+
+
+@pytest.mark.parametrize(
+    ("package", "hook"), [(IMAGES, "hang_before"), (TEXT, "hang_in_data"), (IMAGES, "hang_in_save")]
+)
+def test_a_stall_is_written_down_with_the_stacks(server, tmp_path, package, hook):
+    words = flags(server, package, workdir=tmp_path, stall_timeout=3)
+    run = server.start(train_with, {"hurry": None, hook: 5}, *words, package=package)
+    text = run.ends_with(1)
+    assert "stalled: nothing was finished for" in text and "in hang" in text
+    if hook != "hang_in_data":  # before there is a run directory
+        assert result_of(tmp_path)["reason"].startswith("stalled")
+        assert "in hang" in log_of(tmp_path) and "stalled" in log_of(tmp_path)
+
+
+def hurry(get, _):
+    get("watchdog").SLACK = 1.5
+
+
+def hang(*_):
+    threading.Event().wait()
+
+
+def hang_before(get, step):
+    before_step(get, step, hang)
+
+
+def hang_in_data(get, _):
+    get("data").load = hang
+
+
+def hang_in_save(get, _):
+    get("checkpoint").Checkpoints.save = hang
+
+
+def test_a_pause_of_the_machine_is_no_stall(monkeypatch):
+    """By a clock that jumps, as it does after SIGSTOP."""
+    watchdog = load("watchdog")
+    ended, clock = [], [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    dog = watchdog.Watchdog(limit=10)
+    monkeypatch.setattr(dog, "_end", lambda *why: ended.append(why))
+
+    class Closed:
+        def __init__(self, seconds):
+            self.seconds = iter(seconds)
+
+        def wait(self, _):
+            jump = next(self.seconds, None)
+            clock[0] += jump or 0
+            return jump is None or bool(ended)
+
+    for seconds, stalls in (([0.5] * 15, 0), ([0.5, 3600, 0.5] * 3, 0), ([0.5] * 30, 1)):
+        ended.clear()
+        dog._closed = Closed(seconds)
+        dog._look()
+        assert len(ended) == stalls
+
+
+def load(name):
+    """A module of the template that needs no package around it but stop.py."""
+    folder = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2)
+    package = types.ModuleType("standing_alone")
+    package.__path__ = [str(folder)]
+    sys.modules["standing_alone"] = package
+    return importlib.import_module(f"standing_alone.{name}")
+
+
+# --------------------------------------------------------------------------------- Out of memory
+
+
+OOM = {
+    "state": (IMAGES, {"model__features": 3_000_000}, {}, "creating or restoring"),
+    "step": (TEXT_NNX, {}, {"lack_memory_at": 4}, "training"),
+    "evaluation": (IMAGES_NNX, {}, {"lack_memory_in_evaluation": None}, "evaluating"),
+    "data": (TEXT, {}, {"lack_memory_in_data": None}, "reading the data"),
+}
+
+
+@pytest.mark.parametrize("where", OOM)
+def test_a_lack_of_memory_ends_soon_with_advice(server, tmp_path, where):
+    package, changes, hooks, said = OOM[where]
+    words = flags(server, package, workdir=tmp_path / "run", batch_size=32, **changes)
+    text = server.start(train_with, hooks, *words, package=package).ends_with(1)
+    one_message(text, "out of memory while " + said, "--precision bfloat16", "--batch-size")
+    if where != "data":
+        assert "out of memory while" in log_of(tmp_path / "run")
+        assert result_of(tmp_path / "run")["status"] == "failed"
+        assert "out of memory" in result_of(tmp_path / "run")["reason"]
+    if where == "step":
+        (advised,) = re.findall(r"--accumulation-steps \d+", text)
+        words = flags(server, package, workdir=tmp_path / "run", batch_size=32)
+        again = server.start(train, *words, *advised.split(), package=package).ends_with(0)
+        assert "changed --accumulation-steps: 1 -> 2 (the same updates" in again
+
+
+def no_memory(*_):
+    import jax
+
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
+
+
+def lack_memory_at(get, step):
+    before_step(get, step, no_memory)
+
+
+def lack_memory_in_evaluation(get, _):
+    get("train").eval_step = no_memory
+
+
+def lack_memory_in_data(get, _):
+    def load(config):
+        raise MemoryError
+
+    get("data").load = load
+
+
+# ----------------------------------------------------------------------------- Damaged checkpoints
+
+
+def break_checkpoint(workdir, step):
+    for file in (Path(workdir) / "checkpoints" / str(step)).rglob("*"):
+        if file.is_file() and "model" in str(file):
+            file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("package", [IMAGES, TEXT_NNX])
+def test_a_damaged_best_checkpoint_is_no_dead_end(server, tmp_path, package):
+    words = flags(server, package, workdir=tmp_path, eval_every=4)
+    run = paused(server, words, 11, {"first_is_best": None}, package=package)
+    kill(run)
+    break_checkpoint(tmp_path, 4)
+    text = server.start(train_with, {"first_is_best": None}, *words, package=package).ends_with(0)
+    assert "checkpoint 4 is damaged" in text and "in place of the best" in text
+    result = result_of(tmp_path)
+    assert (result["best_step"], result["tested_step"]) == (4, 12) and result["eval"]
+    text = server.start(evaluate, "--workdir", tmp_path, package=package).ends_with(2)
+    one_message(text, "checkpoint 4 is damaged", "There are others")
+    for advised in re.findall(r"--checkpoint (\d+)", text.partition("There are others")[2]):
+        score = ["--workdir", tmp_path, "--checkpoint", advised, "--json"]
+        text = server.start(evaluate, *score, package=package).ends_with(0)
+        assert json.loads(text)["step"] == int(advised)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    text = server.start(evaluate, "--workdir", tmp_path, package=package).ends_with(2)
+    one_message(text, "the best checkpoint, step 4, is gone", "--checkpoint 12")
+
+
+def first_is_best(get, _):
+    module, task = get("train"), get("task")
+    original = module.evaluate
+
+    def worse(score_batch, state, *rest):
+        sign = 1 if task.HIGHER_IS_BETTER else -1
+        return original(score_batch, state, *rest) | {task.BEST_METRIC: -sign * float(state.step)}
+
+    module.evaluate = worse
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path)
+    server.start(train, *words, "--stop-after-step", "6").ends_with(75)
+    before = steps_in(tmp_path)
+    text = server.start(train_with, {"forbid_reading": None}, *words).ends_with(2)
+    one_message(text, "cannot be read now", "Permission denied")
+    assert steps_in(tmp_path) == before and not (tmp_path / "damaged").exists()
+    server.start(train, *words).ends_with(0)
+
+
+def forbid_reading(get, _):
+    import orbax.checkpoint as ocp
+
+    def restore(*args, **kwargs):
+        raise ValueError("PERMISSION_DENIED: Error opening file: Permission denied")
+
+    ocp.CheckpointManager.restore = restore
+
+
+def test_a_diverged_run_names_a_way_on_that_works(server, tmp_path):
+    """Settings cannot change, but the code may: an edit is a reason to try again."""
+    workdir = tmp_path / "run"
+    words = flags(server, IMAGES, workdir=workdir, max_skipped_steps=1, checkpoint_every=2)
+    server.start(train_with, {"poison_from": 6}, *words).ends_with(3)
+    text = server.start(train, *words).ends_with(3)
+    assert "over, diverged" in text
+    (way,) = re.findall(r"--init-from \S+", text.replace(",", ""))
+    new = flags(server, IMAGES, workdir=tmp_path / "new", optimizer__learning_rate=1e-4)
+    assert "parameters come from" in server.start(train, *new, *way.split()).ends_with(0)
+    config = json.loads((workdir / "config.json").read_text())
+    config["code"]["model.py"] = "as it was before an edit"
+    (workdir / "config.json").write_text(json.dumps(config))
+    text = server.start(train, *words).ends_with(0)
+    assert "the code changed: model.py" in text and "correctly" not in text
+
+
+def poison_from(get, step):
+    batches = get("batches")
+    original = batches.train_batches
+
+    def poisoned(split, config, sharding, start):
+        for number, batch in enumerate(original(split, config, sharding, start), start):
+            if number >= step:
+                batch["mask"][0] = np.inf
+            yield batch
+
+    batches.train_batches = poisoned

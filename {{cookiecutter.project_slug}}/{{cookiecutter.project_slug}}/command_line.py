@@ -1,0 +1,99 @@
+"""The command line: settings from flags, those of a run that goes on, and the exit code."""
+
+import dataclasses
+import functools
+import glob
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from . import processes, stop
+from .config import Config, SettingError, build
+from .facts import read_facts
+from .failures import OutOfMemory
+from .workdir import find_run
+
+Settings = TypeVar("Settings")
+
+NARROW = 60  # columns below which --help cannot be read
+
+
+def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Settings:
+    """A dataclass from flags; --help and mistakes are shown, and end the process."""
+    if shutil.get_terminal_size().columns < NARROW:
+        os.environ["COLUMNS"] = str(NARROW)
+    name = Path(sys.argv[0]).stem
+    try:
+        return tyro.cli(cls, args=arguments, prog=f"python -m {__package__}.{name}", **options)
+    except SystemExit:
+        flush_help()
+        raise
+
+
+def flush_help() -> None:
+    """Write out the help, whose reader may have left, as in `--help | head`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parse_settings(arguments: list[str]) -> Config:
+    """Settings from the command line; a run that is resumed provides the defaults."""
+    read = functools.partial(
+        read_flags,
+        Config,
+        arguments,
+        description="All settings. A --workdir with an earlier run in it provides the defaults.",
+    )
+    config = read()
+    if not config.workdir or "://" in config.workdir:
+        return config
+    path = find_run(config.workdir)
+    config = dataclasses.replace(config, workdir=os.fspath(path))
+    saved = saved_config(path)
+    if not saved:
+        return config
+    forgotten = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))
+    given = read(default=dataclasses.replace(saved, **forgotten))
+    if given.epochs is None and given.total_steps is None:
+        given = dataclasses.replace(given, total_steps=saved.total_steps)
+    return dataclasses.replace(given, workdir=config.workdir)
+
+
+def saved_config(path: Path) -> Config | None:
+    """The settings of the run in this directory, None if there is none."""
+    saved = read_facts(path)
+    if not saved:
+        return None
+    config = build(Config, saved["settings"])
+    place, beside = config.data.path, saved.get("data_beside_run")
+    if place and beside and not glob.glob(os.path.expanduser(place)):
+        moved = os.path.normpath(path / beside)  # run and data may have moved together
+        if glob.glob(moved):
+            data = dataclasses.replace(config.data, path=moved)
+            config = dataclasses.replace(config, data=data)
+    return config
+
+
+def run(main: Callable[[], int]) -> int:
+    """Call main and return its exit code, or that of its failure, which is shown."""
+    try:
+        return main()
+    except SettingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return stop.BAD_SETTING
+    except (processes.Unreachable, OutOfMemory) as error:
+        print(f"error: {error}", file=sys.stderr)
+        processes.leave_at_once()
+        return stop.EXIT_CODES["failed"]
+    except Exception:
+        traceback.print_exc()
+        processes.leave_at_once()
+        return stop.EXIT_CODES["failed"]

@@ -1,0 +1,245 @@
+"""What is known of a run: config.json, and what changed since the run was last started."""
+
+import dataclasses
+import functools
+import glob
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .config import Config, SettingError, build, flag, flatten
+from .data import Data
+from .task import BEST_METRIC
+
+log = logging.getLogger(__package__)
+
+# Settings that belong to one start of a run, and those that a resumed run may change; "mesh."
+# stands for all settings below it.
+PER_START = ("workdir", "init_from", "stop_after_step", "profile_steps")
+CHANGEABLE = (
+    *("total_steps", "log_every", "eval_every", "checkpoint_every", "early_stopping_patience"),
+    *("max_skipped_steps", "platform", "debug_nans", "stall_timeout", "quiet"),
+    *("accumulation_steps", "precision", "data.path", "data.source", "data.workers", "mesh."),
+)
+# What a change of some of them means for the rest of the run.
+MEANING = {
+    "accumulation_steps": "the same updates but for rounding, unless the network has dropout or "
+    "batch normalisation, which see one micro-batch at a time",
+    "precision": "from here on the network computes in it; parameters stay float32",
+}
+NOT_BIT_FOR_BIT = "this goes on correctly, but not bit for bit"
+CIRCUMSTANCES = ("devices", "processes", "xla_flags", "versions")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def describe(config: Config, data: Data) -> dict[str, Any]:
+    """What config.json holds: every setting, the data, the code and the circumstances."""
+    return {
+        "settings": dataclasses.asdict(config),
+        "data": {
+            "fingerprint": data.fingerprint,
+            "rows": {name: len(getattr(data, name)) for name in ("train", "validation", "test")},
+            "outputs": data.num_outputs,
+        },
+        "split_rule": data.split_rule,
+        "code": code(),
+        "platform": jax.default_backend(),
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def code() -> dict[str, str]:
+    """A digest of each file of this package."""
+    package = Path(__file__).parent
+    return {
+        os.fspath(file.relative_to(package)): hashlib.blake2b(
+            file.read_bytes(), digest_size=8
+        ).hexdigest()
+        for file in sorted(package.rglob("*.py"))
+    }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of Python, the packages and this project's code (its git commit)."""
+    found = {"python": platform.python_version()}
+    found |= {name: metadata.version(name) for name in PACKAGES}
+    git = ["git", "-C", os.fspath(Path(__file__).parent)]
+    try:
+        run = functools.partial(subprocess.check_output, text=True, stderr=subprocess.DEVNULL)
+        commit, changes = run([*git, "rev-parse", "HEAD"]), run([*git, "status", "--porcelain"])
+        found["git"] = commit.strip() + ("-dirty" if changes else "")
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return found
+
+
+def announce(run: Any, data: Data, step: int, advice: list[str]) -> None:
+    """Say what the run has to work with, what changed, and what may surprise."""
+    config, known, found = run.config, run.facts, run.facts["versions"]
+    log.info("%s: %s", run.path, f"resumed at step {step}" if step else "a new run")
+    log.info(
+        "%s %s, %d in all; %d process(es); jax %s, flax %s%s; XLA_FLAGS: %s",
+        *(jax.local_device_count(), jax.devices()[0].device_kind, known["devices"]),
+        *(known["processes"], found["jax"], found["flax"]),
+        " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
+        known["xla_flags"].strip() or "none",
+    )
+    for name in ("train", "validation", "test"):
+        split = getattr(data, name)
+        log.info("%-10s  %s", name, getattr(split, "summary", f"{len(split):,} rows"))
+    if data.split_rule:
+        log.info("%s", data.split_rule)
+    rows, size = len(data.train), config.batch_size
+    log.info(
+        "%d steps are %.3g epochs of %d steps%s",
+        *(config.total_steps, config.total_steps / (rows // size), rows // size),
+        f"; {rows % size} rows are left over in each, others every time" if rows % size else "",
+    )
+    for line in run.changes:
+        log.info("%s", line)
+    for line in (*data.warnings, *advice):
+        log.warning("%s", line)
+
+
+def describe_end(path: Path, result: dict[str, Any], is_over: bool = False) -> str:
+    """How a run ended, now or earlier, which step is best, and how to go on."""
+    line = f"{path}: {'over, ' if is_over else ''}{result['status']} at step {result['step']}"
+    if result.get("reason"):
+        line += f": {result['reason']}"
+    if result.get("best_step") is not None:
+        line += f"; best step {result['best_step']}, {BEST_METRIC} {result['best_metric']:.4g}"
+    ways = {
+        "preempted": f"to go on: --workdir {path}",
+        "completed": f"to prolong it: --workdir {path} --total-steps N",
+        "early_stopped": f"to prolong it: --workdir {path} --total-steps N",
+        "diverged": f"a new run can start from its parameters: --init-from {path}, with a smaller "
+        "--optimizer.learning-rate",
+    }
+    return f"{line}; {ways[result['status']]}" if result["status"] in ways else line
+
+
+def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
+    """The object in a JSON file, None if there is none or it lacks one of these keys.
+
+    Raises SettingError if the file is there and may not be read.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise SettingError(f"{path} cannot be read ({error.strerror})") from error
+    return contents if isinstance(contents, dict) and contents.keys() >= set(needed) else None
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """What config.json says of the run in this directory, None if there is none.
+
+    Raises SettingError if it is lost: its run would go on with other settings.
+    """
+    file = path / "config.json"
+    needed = ("settings", "data", "platform", "devices", "processes", "versions")
+    facts = read_json(file, *needed)
+    checkpoints = glob.glob(os.path.join(glob.escape(os.fspath(path)), "checkpoints", "*"))
+    if facts is None and (checkpoints or os.path.exists(file)):
+        raise SettingError(
+            f"{file} is missing or damaged, so the settings of this run are not known: put back a "
+            f"copy, or start a new --workdir, with --init-from {path} to go on from its parameters"
+        )
+    return facts
+
+
+def write_json(path: Path, contents: dict[str, Any]) -> None:
+    """Write in one go, by process 0 only: readers see the old file or the whole new one.
+
+    NaN and infinity, which JSON does not have, become null.
+    """
+
+    def finite(value):
+        if isinstance(value, dict):
+            return {name: finite(x) for name, x in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    if jax.process_index() == 0:
+        partial = path.with_suffix(".tmp")
+        text = json.dumps(finite(contents), indent=2, allow_nan=False)
+        try:
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(error.errno, f"{error.strerror}: cannot write", str(path)) from error
+
+
+def compare(
+    path: Path,
+    earlier: dict[str, Any] | None,
+    result: dict[str, Any] | None,
+    facts: dict[str, Any],
+    config: Config,
+) -> tuple[list[str], bool]:
+    """What changed since this run was last started, a line each, and whether nothing is left to do.
+
+    Raises SettingError for a change that would make the outcome neither the old run's nor a new
+    one's.
+    """
+    if earlier is None:
+        return [], False
+    before, after = flatten(build(Config, earlier["settings"])), flatten(config)
+    changed = [name for name in after if before[name] != after[name] and name not in PER_START]
+    lines = []
+    for name in changed:
+        change = f"{flag(name)}: {before[name]} -> {after[name]}"
+        if not name.startswith(CHANGEABLE):
+            raise SettingError(
+                f"{change} cannot change when a run is resumed. Keep {before[name]}, or start a "
+                f"new --workdir, with --init-from {path} to go on from its parameters"
+            )
+        lines.append(f"changed {change}" + (f" ({MEANING[name]})" if name in MEANING else ""))
+    if earlier["data"] != facts["data"]:
+        raise SettingError(
+            f"the data changed since this run was started: {earlier['data']} -> {facts['data']}. "
+            f"Restore it, or start a new --workdir with --init-from {path}"
+        )
+    edited = differing(earlier.get("code") or facts["code"], facts["code"])
+    if edited:
+        lines.append(
+            f"the code changed: {', '.join(edited)}. This start goes on with the new code; whether "
+            f"the result still makes sense is for you to judge"
+        )
+    for name in ("platform", "devices", "processes", "xla_flags"):
+        if earlier.get(name) != facts[name]:
+            lines.append(
+                f"changed {name}: {earlier.get(name)} -> {facts[name]} ({NOT_BIT_FOR_BIT})"
+            )
+    for name in differing(earlier["versions"], facts["versions"]):
+        if name != "git":  # the code was compared above
+            old, new = earlier["versions"].get(name), facts["versions"].get(name)
+            is_harmless = name in ("python", "numpy", "jax", "jaxlib")
+            meaning = NOT_BIT_FOR_BIT if is_harmless else "it may compute something else: compare"
+            lines.append(f"changed {name}: {old} -> {new} ({meaning})")
+    grew = config.total_steps > earlier["settings"]["total_steps"]
+    status = result and result["status"]
+    is_over = (status in ("completed", "early_stopped") and not grew) or (
+        status == "diverged" and not changed and not edited
+    )
+    return lines, is_over
+
+
+def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Names that have another value, or that only one of the two has."""
+    names = sorted(before.keys() | after.keys())
+    return [name for name in names if before.get(name) != after.get(name)]

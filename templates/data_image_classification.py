@@ -142,14 +142,15 @@ def divide(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
     rank = np.argsort(order)
     untrained = np.setdiff1d(labels, labels[part[unit_of_row] == TRAIN])
     for label in untrained:
-        holders = pair_unit[pair_class == label]
-        part[holders[np.argmin(rank[holders])]] = TRAIN
+        holders = pair_unit[pair_class == label]  # of the test if possible: it has more of them
+        part[holders[np.lexsort((rank[holders], part[holders] == VALIDATION))[0]]] = TRAIN
+    small = np.union1d(np.flatnonzero(np.bincount(pair_class) < 3), untrained)
     for held_out, name in ((VALIDATION, "validation"), (TEST, "the test")):
         if held_out not in part:
             raise SettingError(
                 f"no row is left for {name}: equal images and rows of one group stay together, "
                 f"which leaves {len(units)} units, and every class must be trained on. Add rows of "
-                f"{of_classes(untrained)}, or leave them out"
+                f"{of_classes(small)}, which fewer than three units have, or leave them out"
             )
     return part[unit_of_row]
 
@@ -182,7 +183,7 @@ def doubts(splits: list[Split], keys: np.ndarray, labels: np.ndarray) -> list[st
     equal, differ = np.diff(keys[order]) == 0, np.diff(labels[order]) != 0
     again = np.flatnonzero(equal & differ)
     if len(again):
-        one, other = order[again[0]], order[again[0] + 1]
+        one, other = sorted(order[again[0] : again[0] + 2])
         found.append(
             f"{len(again)} images occur again with another label, such as rows {one} and {other}"
         )

@@ -12,8 +12,8 @@ TRAIN, VALIDATION, TEST = range(3)
 RULE = (
     "A text over a twentieth of all bytes is cut: of its last tenth the first half is for "
     "validation and the second for the test. Of the others, sorted by a digest of their content "
-    "(blake2b, key '{seed}'), each goes to the test if that brings it nearer to a twentieth of all "
-    "bytes, else to validation if that does, else to training."
+    "(blake2b, key '{seed}'), each goes to the smaller of test and validation if that brings it "
+    "nearer to a twentieth of all bytes, else to training."
 )
 
 
@@ -124,8 +124,8 @@ def divide(texts: dict[bytes, list[np.ndarray]]) -> list[list[np.ndarray]]:
         add(TEST, text[second:])
     for same in whole:
         size = sum(map(len, same))
-        nearer = [part for part in (TEST, VALIDATION) if num_bytes[part] + size / 2 < total / 20]
-        add(nearer[0] if nearer else TRAIN, *same)
+        smaller = TEST if num_bytes[TEST] <= num_bytes[VALIDATION] else VALIDATION
+        add(smaller if num_bytes[smaller] + size / 2 < total / 20 else TRAIN, *same)
     if not all(parts):
         count = sum(map(len, texts.values()))
         raise SettingError(

@@ -12,9 +12,11 @@ from .config import Config, SettingError
 
 TRAIN, VALIDATION, TEST = range(3)
 RULE = (
-    "Sorted by class and by a digest of their content (blake2b, key '{seed}'), every fifth {unit} "
-    "is for the test and every tenth of the others for validation."
+    "Sorted by class and by a digest of {content} (blake2b, key '{seed}'), every fifth {unit} is "
+    "for the test and every tenth of the others for validation."
 )
+EQUAL_IMAGES = {"content": "the pixels", "unit": "image, equal ones counted once,"}
+GROUPS = {"content": "their names", "unit": "group"}
 
 
 class Split:
@@ -108,7 +110,7 @@ def split_rows(images: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
     train, validation, test = splits = [
         Split(images, labels, np.flatnonzero(parts == part)) for part in (TRAIN, VALIDATION, TEST)
     ]
-    unit = "image, equal ones counted once," if groups is None else "group"
+    units_are = EQUAL_IMAGES if groups is None else GROUPS
     content = keys.tobytes() + labels.tobytes() + units.tobytes()
     return Data(
         train,
@@ -116,7 +118,7 @@ def split_rows(images: np.ndarray, labels: np.ndarray, groups: np.ndarray | None
         test,
         num_outputs=len(train.counts),
         fingerprint=blake2b(content, digest_size=16).hexdigest(),
-        split_rule=RULE.format(seed=checks.SEED.decode(), unit=unit),
+        split_rule=RULE.format(seed=checks.SEED.decode(), **units_are),
         warnings=(*warnings, *doubts(splits, keys, labels)),
     )
 

@@ -27,16 +27,17 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
             kind = "a directory" if path.is_dir() else "empty or no file"
             raise SettingError(f"is {kind}: must be an .npz file with {ARRAYS}; {MAKE}")
         with zipfile.ZipFile(path) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-            if not {"images", "labels"} <= set(names):
-                raise SettingError(explain_names(path, archive, names))
-            wanted = [name for name in ("images", "labels", "groups") if name in names]
+            names = archive.namelist()
+            if "images.npy" not in names or "labels.npy" not in names:
+                raise SettingError(explain_names(path, archive))
+            wanted = [name for name in ("images", "labels", "groups") if f"{name}.npy" in names]
             return {name: read_array(archive, name) for name in wanted}
     except OSError as error:
-        way_out = {
-            FileNotFoundError: f"there is no such file, seen from {os.getcwd()}",
-            PermissionError: "let the user who trains read it (chmod, or another owner)",
-        }.get(type(error), "put the file where it can be read")
+        way_out = "put the file where it can be read"
+        if isinstance(error, FileNotFoundError):
+            way_out = f"there is no such file, seen from {os.getcwd()}"
+        elif isinstance(error, PermissionError):
+            way_out = "let the user who trains read it (chmod, or another owner)"
         raise SettingError(f"cannot be read ({error.strerror or error}): {way_out}") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise SettingError(
@@ -46,10 +47,13 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def open_array(archive: zipfile.ZipFile, name: str):
     """A member of the file, with its shape, whether it is in Fortran's order, and its dtype."""
-    member = archive.open(f"{name}.npy")
     try:
-        newer = np.lib.format.read_magic(member) > (1, 0)
-        header = np.lib.format
+        member = archive.open(f"{name}.npy")
+    except RuntimeError as error:  # a password, or a compression that Python does not have
+        raise zipfile.BadZipFile(str(error)) from error
+    header = np.lib.format
+    try:
+        newer = header.read_magic(member) > (1, 0)
         read = header.read_array_header_2_0 if newer else header.read_array_header_1_0
         return member, *read(member)
     except ValueError as error:
@@ -62,7 +66,8 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     if dtype.hasobject:
         raise SettingError(
             f"`{name}` has Python objects in it (dtype {dtype}), which are never read since that "
-            f"can run code: `{name} = np.array({name}.tolist())` makes it numbers or text"
+            f"can run code: `{name} = np.array({name}.tolist())` makes it numbers or text "
+            f"(images must be of one size)"
         )
     size = int(np.prod(shape, dtype=object))
     if archive.getinfo(f"{name}.npy").file_size != member.tell() + size * dtype.itemsize:
@@ -70,7 +75,7 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     is_float = name == "images" and dtype.kind == "f"
     try:
         array = np.empty(shape, np.float32 if is_float else dtype.newbyteorder("="))
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:  # ValueError: more than any machine has
         needed = size * (4 if is_float else dtype.itemsize) / 2**30
         raise SettingError(f"`{name}` needs {needed:.1f} GiB of memory: too much here") from error
     values = array.T.flat if in_fortran_order else array.reshape(-1)
@@ -82,14 +87,15 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     return array
 
 
-def explain_names(path: Path, archive: zipfile.ZipFile, names: list[str]) -> str:
+def explain_names(path: Path, archive: zipfile.ZipFile) -> str:
     """What is in a file that lacks `images` or `labels`, and the line that makes one with both."""
     shapes, shown = {}, []
-    for name in names:
+    for file in archive.namelist():
+        name = file.removesuffix(".npy")
         try:
             _, shape, _, dtype = open_array(archive, name)
         except (zipfile.BadZipFile, KeyError):
-            shown.append(f"{name} (no array)")
+            shown.append(f"{file} (no array)")
         else:
             shown.append(f"`{name}` {dtype} {list(shape)}")
             shapes[name] = shape

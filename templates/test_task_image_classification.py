@@ -251,9 +251,11 @@ def test_labels_come_in_several_forms(load, tmp_path, labels):
 
 
 def test_other_names_of_arrays_are_listed_and_the_line_makes_a_right_file(load, module, tmp_path):
-    sets = {"x_test": IMAGES[:20], "x_train": IMAGES, "y_test": LABELS[:20], "y_train": LABELS}
+    small = {"x_test": IMAGES[:20], "x_train": IMAGES, "y_test": LABELS[:20], "y_train": LABELS}
+    sets = {"x_train": IMAGES, "y_test": LABELS * 9, "x_test": IMAGES, "y_train": LABELS}
     alike = {"test_images": IMAGES, "test_labels": LABELS * 9}
     for arrays, wanted in (
+        (small, LABELS),
         (sets, LABELS),
         (alike, None),
         ({"data": IMAGES[..., None], "target": LABELS[:, None]}, LABELS),

@@ -166,7 +166,7 @@ def doubts(splits: list[Split], keys: np.ndarray, labels: np.ndarray) -> list[st
         missing = np.flatnonzero(split.counts == 0)
         if len(missing):
             found.append(
-                f"{name} has no row of the {of_classes(missing)}: its scores leave them out"
+                f"{name} has no row of {of_classes(missing)}: its scores do not count them"
             )
         share = len(split) / len(labels)
         if not least <= share <= most:
@@ -176,10 +176,9 @@ def doubts(splits: list[Split], keys: np.ndarray, labels: np.ndarray) -> list[st
             found.append(f"{leaked} images of {name} are trained on as well, in another group")
     counts = np.bincount(labels)
     if counts.max() > 0.9 * len(labels):
-        share = counts.max() / len(labels)
         found.append(
-            f"{share:.1%} of the rows are of class {counts.argmax()}: an accuracy near that share "
-            f"says nothing"
+            f"{counts.max():,} of {len(labels):,} rows are of class {counts.argmax()}: always to "
+            f"answer it is an accuracy of {counts.max() / len(labels):.4f}"
         )
     order = np.lexsort((labels, keys))
     equal, differ = np.diff(keys[order]) == 0, np.diff(labels[order]) != 0

@@ -1,19 +1,20 @@
-"""The data set: text as bytes, cut into windows, with whole files held out."""
+"""The data set: text as bytes, cut into windows, in three splits by content."""
 
-import glob
-import hashlib
-import sysconfig
-from pathlib import Path
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
+from . import sources
 from .config import Config, SettingError
 
-SEPARATOR = 0  # stands before and after each text: the model starts from it and ends with it
-LARGE = 2**24  # bytes from which on a file is mapped into memory instead of read
-BLOCK, MOST_BLOCKS = 2**20, 64  # bytes at a time, and how many of each file, that are looked at
-EXCLUDED = {"test", "tests", "site-packages", "dist-packages"}  # of the standard library
+TRAIN, VALIDATION, TEST = range(3)
+RULE = (
+    "A text over a twentieth of all bytes is cut: of its last tenth the first half is for "
+    "validation and the second for the test. Of the others, sorted by a digest of their content "
+    "(blake2b, key '{seed}'), each goes to the smaller of test and validation if that brings it "
+    "nearer to a twentieth of all bytes, else to training."
+)
 
 
 class Split:
@@ -33,7 +34,7 @@ class Split:
         Each token but the last of a row predicts the next one. The mask says which predictions
         count: those of the bytes of a text and of the separator after it, not of the padding.
         """
-        tokens = np.full((len(indices), self.context + 1), SEPARATOR, np.uint8)
+        tokens = np.full((len(indices), self.context + 1), sources.SEPARATOR, np.uint8)
         mask = np.zeros((len(indices), self.context), np.float32)
         numbers = np.searchsorted(self.ends, indices, side="right")
         starts = (indices - self.ends[numbers] + self.windows[numbers]) * self.context
@@ -45,6 +46,20 @@ class Split:
             mask[i, : len(text) + 1 - start] = 1
         return {"tokens": tokens, "mask": mask}
 
+    @property
+    def summary(self) -> str:
+        """How much text there is, as the start of the log shows it."""
+        return f"{len(self.texts):,} texts, {self.num_bytes:,} bytes, {len(self):,} windows"
+
+    @property
+    def baseline(self) -> dict[str, float]:
+        """Scores to compare with: none that costs no pass over the text."""
+        return {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.texts))
+
 
 class Data(NamedTuple):
     train: Split
@@ -54,89 +69,81 @@ class Data(NamedTuple):
     """Number of tokens: the values of a byte."""
     fingerprint: str
     """Digest of the text: a resumed run must see the same."""
+    split_rule: str = ""
+    """How the text was divided."""
+    warnings: tuple[str, ...] = ()
+    """What is unusual about the splits, one line each."""
 
 
 def load(config: Config) -> Data:
     """Find the text and check it. Raises SettingError for text that cannot be trained on.
 
     --data.path is a text file, a directory (every file in it that is not hidden), or a glob such as
-    'books/**/*.txt'. Without it the text is the source code of Python's standard library. Of every
-    twenty files the first is for the test and the eleventh for validation; of fewer than twenty,
-    the last tenth of each is, in two halves.
+    'books/**/*.txt'. Without it the text is the source code of Python's standard library. RULE says
+    how it is divided; what belongs together should be in one file.
     """
+    path = config.data.path
     try:
-        files = find_files(config)
-        texts = [read(file) for file in files]
-        digest = fingerprint(texts, files)
-    except OSError as error:
-        raise SettingError(f"--data.path: {error.filename} cannot be read ({error})") from error
-    if len(texts) >= 20:
-        held_out = set(range(0, len(texts), 10))
-        parts = [
-            [text for i, text in enumerate(texts) if i not in held_out],
-            texts[10::20],
-            texts[0::20],
-        ]
-    else:
-        parts = [
-            [text[len(text) * a // 20 : len(text) * b // 20] for text in texts]
-            for a, b in ((0, 18), (18, 19), (19, 20))
-        ]
-    parts = [[text for text in part if len(text)] for part in parts]
-    if not all(parts):
-        raise SettingError(
-            f"{sum(map(len, texts))} bytes of text in {len(texts)} files: too little to hold out "
-            f"a tenth for validation and test"
-        )
+        texts = sources.read_texts(path)
+        parts = divide(texts)
+    except SettingError as error:
+        place = "the standard library" if path is None else f"--data.path {path}"
+        raise SettingError(f"{place}: {error}") from error
     train, validation, test = (Split(part, config.model.context) for part in parts)
-    return Data(train, validation, test, 256, digest)
+    copies = b"".join(digest * len(same) for digest, same in texts.items())
+    return Data(
+        train,
+        validation,
+        test,
+        num_outputs=256,
+        fingerprint=blake2b(copies, digest_size=16).hexdigest(),
+        split_rule=RULE.format(seed=sources.SEED.decode()),
+        warnings=tuple(doubts(train, validation, test)),
+    )
 
 
-def find_files(config: Config) -> list[Path]:
-    """The files of text that are not empty, in a fixed order."""
-    if config.data.source == "builtin":
-        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
-    else:
-        root, pattern = Path(config.data.path).expanduser(), "*"
-    if root.is_dir():
-        files = [file for file in root.rglob(pattern) if not hidden(file.relative_to(root))]
-    elif root.exists():
-        files = [root]
-    else:
-        files = [Path(name) for name in glob.glob(str(root), recursive=True)]
-    files = sorted(file for file in files if file.is_file() and file.stat().st_size)
-    if not files:
+def divide(texts: dict[bytes, list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """The texts of training, validation and test, by RULE. Parts of a text are views of it.
+
+    The keys of `texts` are digests in their order; equal texts have the same and stay together.
+    """
+    parts: list[list[np.ndarray]] = [[], [], []]
+    num_bytes = [0, 0, 0]
+
+    def add(part, *pieces):
+        parts[part] += [piece for piece in pieces if len(piece)]
+        num_bytes[part] += sum(map(len, pieces))
+
+    total = sum(len(text) for same in texts.values() for text in same)
+    whole = [same for same in texts.values() if len(same[0]) * 20 <= total]
+    large = [text for same in texts.values() for text in same if len(text) * 20 > total]
+    for text in large:
+        first, second = len(text) * 18 // 20, len(text) * 19 // 20
+        add(TRAIN, text[:first])
+        add(VALIDATION, text[first:second])
+        add(TEST, text[second:])
+    for same in whole:
+        size = sum(map(len, same))
+        smaller = TEST if num_bytes[TEST] <= num_bytes[VALIDATION] else VALIDATION
+        add(smaller if num_bytes[smaller] + size / 2 < total / 20 else TRAIN, *same)
+    if not all(parts):
+        count = sum(map(len, texts.values()))
         raise SettingError(
-            f"--data.path {config.data.path or root}: must be a text file, a directory or a glob "
-            f"with at least one that is not empty"
+            f"{total} bytes of text in {count} files ({len(texts)} different ones) are too little "
+            f"to hold out a twentieth each for validation and the test: add text"
         )
-    return files
+    return parts
 
 
-def hidden(file: Path) -> bool:
-    """True for what no one means to train on: dot files, and what the library excludes."""
-    return any(part.startswith(".") or part in EXCLUDED for part in file.parts)
-
-
-def read(file: Path) -> np.ndarray:
-    """The bytes uint8 of a file. Those of a large one stay on disk until they are used."""
-    if file.stat().st_size >= LARGE:
-        return np.memmap(file, np.uint8, mode="r")
-    return np.fromfile(file, np.uint8)
-
-
-def fingerprint(texts: list[np.ndarray], files: list[Path]) -> str:
-    """Digest of all texts, of evenly spread blocks of those over 64 MiB. Refuses what is binary."""
-    digest = hashlib.blake2b(digest_size=16)
-    for text, file in zip(texts, files, strict=True):
-        digest.update(len(text).to_bytes(8, "little"))
-        blocks = -(-len(text) // BLOCK)
-        for block in np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(int)):
-            piece = text[block * BLOCK : (block + 1) * BLOCK]
-            if (piece == SEPARATOR).any():
-                raise SettingError(
-                    f"{file} has bytes of zero, so it is not text: leave it out with a glob such "
-                    f"as --data.path '{file.parent}/**/*.txt'"
-                )
-            digest.update(piece.tobytes())
-    return digest.hexdigest()
+def doubts(train: Split, validation: Split, test: Split) -> list[str]:
+    """What to know about the splits before their scores are trusted, one line each."""
+    total = sum(split.num_bytes for split in (train, validation, test))
+    found = []
+    for split, name in ((validation, "validation"), (test, "the test")):
+        share = split.num_bytes / total
+        if not 0.01 <= share <= 0.15:
+            found.append(
+                f"{name} has {split.num_bytes:,} bytes, {share:.1%} of the text: texts are few, or "
+                f"many are equal, so its score says little"
+            )
+    return found

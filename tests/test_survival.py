@@ -18,6 +18,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -719,30 +720,41 @@ def image_cases(folder):
 
     gap = ("without gaps", "[4")
     add("label 10", "10", *gap, labels=label(10))
-    add("label -1", "-1", "from 0", labels=label(-1))
+    add("label -1", "from -1", "without gaps", labels=label(-1))
     add("label 255", "255", *gap, labels=label(255, np.uint8))
     add("label 2e9", "2000000000", *gap, labels=label(2_000_000_000))
     add("label beyond int32", "4294967297", *gap, labels=label(2**32 + 1))
-    add("labels from 1", "[0]", "from 0 without gaps", labels=labels + 1)
+    add("labels from 1", "[0]", "0 to 3 without gaps", "np.unique", labels=labels + 1)
     add("one class", "two classes", labels=labels * 0)
-    add("labels one-hot", "(160, 4)", "argmax", labels=np.eye(4, dtype=int)[labels])
-    add("labels float", "float64", "integers", labels=labels / 1)
-    add("labels text", "<U", "integers", labels=labels.astype(str))
+    soft, several = np.eye(4)[labels] * 0.8 + 0.05, np.eye(4)[labels] + np.eye(4)[0]
+    add("labels soft", "(160, 4)", "not one-hot", "argmax", labels=soft)
+    add("labels several", "(160, 4)", "row 0 is [2.0", "column", labels=several)
+    add("labels in pairs", "(80, 2)", "one label for each", labels=labels.reshape(80, 2))
+    add("labels half", "row 1 is 0.5", "whole number", "np.unique", labels=labels / 2)
+    add("labels NaN", "row 7 is nan", "isfinite", labels=label(np.nan, float))
+    add("labels text", "<U", "whole numbers", "np.unique", labels=labels.astype(str))
+    add("labels objects", "`labels`", "object", "tolist", labels=labels.astype(object))
     add("labels missing", "(159,)", "one label for each", labels=labels[1:])
-    add("NaN", "[7]", "not finite", "remove", images=pixel(np.nan))
-    add("infinite", "[7]", "not finite", images=pixel(np.inf))
-    add("beyond float32", "[7]", "not finite", images=pixel(1e300))
+    add("NaN", "number 7", "not finite", "remove", images=pixel(np.nan))
+    add("infinite", "number 7", "not finite", images=pixel(np.inf))
+    add("beyond float32", "number 7", "not finite", images=pixel(1e300))
     add("0 to 255", "to 255", "0 to 1", images=pixel(255.0))
     add("negative", "-1", "0 to 1", images=pixel(-1))
-    add("channels first", "(160, 3, 8, 8)", "channels last", images=np.ones((160, 3, 8, 8)))
+    add("channels first", "(160, 3, 8, 8)", "moveaxis", images=np.ones((160, 3, 8, 8)))
+    add("constant", "every value", "is 1", images=np.ones((160, 8, 8)))
     add("flat", "(160, 64)", "height", images=images.reshape(160, 64))
     add("five dimensions", "(1, 160, 8, 8, 1)", "height", images=images[None])
     add("no dimension", "()", "height", images=np.float32(1))
     add("no width", "(160, 8, 0, 1)", "height", images=images[:, :, :0])
-    add("integers", "int64", "uint8", images=(images * 255).astype(int))
+    add("integers", "int64", "255", "uint8", images=(images * 255).astype(int))
+    add("bool", "bool", "astype(np.uint8) * 255", images=images > 0.5)
     add("complex", "complex128", "uint8", images=images * 1j)
     add("text", "<U3", "uint8", images=np.full((160, 8, 8, 1), "0.5"))
-    add("objects", "images", "labels", images=images.astype(object))
+    add("objects", "`images`", "object", "tolist", images=images.astype(object))
+    add("groups missing", "(159,)", "160 images", groups=np.arange(159))
+    add("two groups", "2 units", "no row is left", groups=np.arange(160) % 2)
+    add("one row a class", "no row is left", "classes 0, 1, ", labels=np.arange(160))
+    add("one image", "no row is left", "1 units", images=np.repeat(images[:1], 160, axis=0))
     add("no rows", "0 rows", "at least", images=images[:0], labels=labels[:0])
     add("few rows", "9 rows", "at least", images=images[:9], labels=labels[:9])
     add(
@@ -761,15 +773,24 @@ def image_cases(folder):
         "empty": b"",
         "words": b"a,b\n1,2",
     }
+    at = whole.index(b"160")
+    contents["longer header"] = whole[:at] + b"960" + whole[at + 3 :]
     contents["pickle"] = b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x07builtin\x94."
     for name, content in contents.items():
         (folder / name).write_bytes(content)
         cases[name] = (folder / name, ["--data.path", ".npz", "images", "labels"])
     np.save(folder / "one.npy", images)
-    np.savez(folder / "other.npz", x=images, y=labels)
+    np.savez(folder / "other.npz", x_train=images, y_train=labels)
+    with zipfile.ZipFile(folder / "photos.zip", "w") as file:
+        file.writestr("a.jpg", b"no array")
+    os.mkfifo(folder / "pipe")
     (folder / "directory").mkdir()
-    for name in ("one.npy", "other.npz", "directory", "absent.npz"):
+    for name in ("one.npy", "other.npz", "directory", "photos.zip", "pipe"):
         cases[name] = (folder / name, ["--data.path", ".npz", "images", "labels"])
+    cases["other.npz"][1].extend(["`x_train` float64 [160, 8, 8, 1]", "file['y_train']"])
+    cases["absent.npz"] = (folder / "absent.npz", ["--data.path", "no such file"])
+    below = folder / "one.npy" / "my.npz"
+    cases["below a file"] = (below, ["--data.path", "Not a directory"])
     return cases
 
 
@@ -777,7 +798,9 @@ def text_cases(folder):
     cases = {}
     contents = {
         "binary": (b"words\0" * 900, ["zero", "not text", "--data.path"]),
-        "utf-16": (("words " * 900).encode("utf-16"), ["zero", "not text"]),
+        "utf-16": (("words " * 900).encode("utf-16"), ["UTF-16", "iconv"]),
+        "utf-16 without mark": (("words " * 900).encode("utf-16le"), ["zero", "not text"]),
+        "utf-32": (("words " * 900).encode("utf-32"), ["UTF-32", "iconv"]),
         "empty": (b"", ["--data.path", "not empty"]),
         "tiny": (b"word", ["4 bytes", "too little"]),
         "fewer than a batch": (b"words " * 20, ["--batch-size 16", "at most 7"]),
@@ -789,6 +812,11 @@ def text_cases(folder):
     (folder / "binary in it").mkdir()
     (folder / "binary in it" / "a.txt").write_bytes(b"words " * 900)
     (folder / "binary in it" / "b.bin").write_bytes(b"\0" * 900)
+    (folder / "the same").mkdir()
+    for i in range(30):
+        (folder / "the same" / f"{i}.txt").write_bytes(b"words " * 900)
+    cases["the same"] = (folder / "the same", ["30 files", "1 different"])
+    cases["directories"] = (folder / "binary i*", ["directories only", "/**/*"])
     os.mkfifo(folder / "pipe")
     for name in ("absent", "nothing in it", "*.none", "pipe"):
         cases[name] = (folder / name, ["--data.path", "text file", "glob"])
@@ -828,7 +856,8 @@ def test_files_that_may_not_be_read(server, tmp_path, package):
     hooks = {"become_nobody": None}
     words = flags(server, package, workdir=tmp_path / "new", data__path=data)
     text = server.start(train_with, hooks, *words, package=package).ends_with(2)
-    one_message(text, "data", "ermission denied")
+    one_message(text, f"--data.path {data}", "ermission denied", "read it")
+    assert "npz" not in text
     assert not (tmp_path / "new").exists()
 
 

@@ -1,0 +1,1 @@
+{% include 'sources_' ~ cookiecutter.task ~ '.py' %}

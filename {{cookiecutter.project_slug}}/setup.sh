@@ -192,7 +192,8 @@ write_stamp() {
   {
     printf '%s\n' "extras $extras" "files $(sum_of_files)" "python $now" "place $here"
     for path in "$site"/*; do
-      case $path in *.dist-info | */__pycache__) ;; *) printf 'entry %s\n' "${path##*/}" ;; esac
+      case $path in *.dist-info | */__pycache__ | *"/*") continue ;; esac
+      printf 'entry %s\n' "${path##*/}"
     done
   } >"$busy" && mv "$busy" "$stamp"
 }

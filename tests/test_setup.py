@@ -9,8 +9,6 @@ from pathlib import Path
 import bake
 import pytest
 
-VERSION = "{}.{}".format(*sys.version_info[:2])
-
 # uv and Python, as far as setup.sh looks at them. Packages are empty directories.
 UV = """#!/bin/sh
 echo "uv $*" >> "$NOTES/calls"
@@ -149,7 +147,8 @@ def upgrade_both(project):
 def move(project):
     new = project.root.with_name("moved")
     project.root.rename(new)
-    project.root, project.site = new, new / project.site.relative_to(project.root)
+    project.site = new / project.site.relative_to(project.root)
+    project.root, project.python = new, new / ".venv/bin/python"
 
 
 @pytest.mark.parametrize(
@@ -294,8 +293,6 @@ def without_uv(tmp_path):
         if path := shutil.which(tool):
             (project.bin / tool).symlink_to(path)
     project.write(project.bin / "python3", DEBIAN)
-    # pip has nowhere to fetch from: installed is what pip itself brings, which is enough here.
-    project.write(project.notes / "sitecustomize", "")
     base = getattr(sys, "_base_executable", sys.executable)
     project.environ = {"REAL": base, "PATH": str(project.bin), "PIP_NO_INDEX": "1", "HIDES": ""}
     project.environ |= {"PIP_RETRIES": "0"}
@@ -332,12 +329,9 @@ def test_half_an_environment_from_before_gets_its_pip(without_uv):
 
 def test_no_python_that_fits(without_uv):
     project = without_uv
-    project.write(
-        project.bin / "python3", "#!/bin/sh\ncase $* in *print*) echo 3.9 ;; esac; exit 1\n"
-    )
-    project.write(
-        project.bin / "python", "#!/bin/sh\necho 3.9\ncase $* in *exit*) exit 1 ;; esac\n"
-    )
+    for name in ("python3", "python"):
+        old = "#!/bin/sh\ncase $* in *print*) echo 3.9; exit ;; esac\nexit 1\n"
+        project.write(project.bin / name, old)
     result = project.make("setup", **project.environ)
     assert result.returncode == 2
     (said,) = result.said

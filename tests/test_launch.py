@@ -283,6 +283,19 @@ def test_another_python_never_takes_the_place_of_a_broken_environment(launcher, 
     assert not list(launcher.notes.iterdir())
 
 
+def test_an_environment_that_setup_would_mend_is_mentioned(launcher):
+    shutil.copy(PROJECT / "setup.sh", launcher.root)
+    (launcher.root / "pyproject.toml").touch()
+    version = "python{}.{}".format(*sys.version_info[:2])
+    (launcher.root / ".venv/lib" / version / "site-packages").mkdir(parents=True)
+    (launcher.root / ".venv/pyvenv.cfg").touch()
+    result = launcher.run("local", 1)
+    assert result.returncode == 0
+    assert result.stderr == (
+        "setup: .venv: nothing says that all was installed: 'make setup' mends it\n"
+    )
+
+
 def test_a_python_without_jax_is_not_taken(launcher):
     shutil.rmtree(launcher.root / ".venv")
     launcher.command("python", 'exec "$REAL" -S -E "$@"')

@@ -102,7 +102,7 @@ port_from() {
 
 # --- local: starts the processes here and looks after them ----------------------------------
 
-# Says what is not as `make setup` left it. The run may go on: it is for whoever looks for a reason.
+# Says what is not as `make setup` left it. The run goes on: setup may not be possible here.
 look_at_environment() {
   [ ! -e .venv ] || [ ! -f setup.sh ] || sh setup.sh --check
 }
@@ -123,7 +123,8 @@ s.bind(("", 0))
 print(s.getsockname()[1])')} || exit 1
   mkdir -p runs 2>/dev/null
   logs=$(mktemp -d "runs/launch-$(date +%Y%m%d-%H%M%S)-XXXXXX" 2>/dev/null) ||
-    logs=$(mktemp -d "${TMPDIR:-/tmp}/launch-XXXXXX") || exit 1
+    logs=$(mktemp -d "${TMPDIR:-/tmp}/launch-XXXXXX") ||
+    { say "neither runs/ here nor ${TMPDIR:-/tmp} can be written: set TMPDIR"; exit 1; }
   say "$count processes meet at port $port; the output of all but process 0 is in $logs"
 
   # Signals are only noted here and passed on below, so that none falls between two starts.
@@ -221,7 +222,10 @@ run_slurm() {
     usage 'slurm: not inside an allocation. Submit with: sbatch launch/slurm.sbatch [flags]'
   local host # Slurm expands its own lists: JAX's parser gets node[1-2]-ib wrong
   host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  [ -n "$host" ] || { say "scontrol cannot expand '$SLURM_JOB_NODELIST'"; exit 1; }
+  [ -n "$host" ] || {
+    say "scontrol cannot expand SLURM_JOB_NODELIST='$SLURM_JOB_NODELIST': is this node in the job?"
+    exit 1
+  }
   # --kill-on-bad-exit=0: the first process to leave with 75 must not take down those that
   # still save. --wait=30 ends the rest 30 s later. srun does not inherit --cpus-per-task.
   look_at_environment

@@ -327,6 +327,51 @@ def test_half_an_environment_from_before_gets_its_pip(without_uv):
     assert subprocess.run(pip, capture_output=True, check=False).returncode == 0
 
 
+def pretend(project, name, version, venv=True):
+    """A Python of this version; `venv` is whether Debian's package for it is there."""
+    text = f"""#!/bin/sh
+echo "{name} $*" >> "$NOTES/calls"
+case $* in
+    *print*) echo {version} ;;
+    *ensurepip) exit {0 if venv else 1} ;;
+    "-m venv .venv")
+        mkdir -p .venv/bin .venv/lib/python3.13/site-packages/jax; touch .venv/pyvenv.cfg
+        cp "$NOTES/python" .venv/bin/python ;;
+    *"< (3, 11))") exit {int(version == "3.9")} ;;
+esac
+"""
+    project.write(project.bin / name, text)
+
+
+def test_the_commands_without_uv(without_uv):
+    project = without_uv
+    pretend(project, "python3", "3.13")
+    recording = PYTHON + 'echo "venv: $*" >> "$NOTES/calls"\n'
+    project.write(project.notes / "python", recording)
+    result = project.make("setup", **project.environ)
+    assert result.returncode == 0, result.stderr
+    calls = [x for x in result.calls if "-m" in x]
+    install = "venv: -m pip install --disable-pip-version-check --editable .[dev]"
+    assert calls == ["python3 -m venv .venv", install]
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({"python3": "3.9", "python3.12": "3.12"}, "python3.12"),
+        ({"python3.13": "3.13", "python3": "3.11"}, "python3"),  # 3.13 has no venv
+        ({"python": "3.12"}, "python"),
+    ],
+)
+def test_the_first_python_that_fits(without_uv, pythons, chosen):
+    project = without_uv
+    (project.bin / "python3").unlink()
+    for name, version in pythons.items():
+        pretend(project, name, version, venv=name != "python3.13")
+    result = project.make("setup", **project.environ)
+    assert [x for x in result.calls if "venv .venv" in x] == [f"{chosen} -m venv .venv"]
+
+
 def test_no_python_that_fits(without_uv):
     project = without_uv
     for name in ("python3", "python"):

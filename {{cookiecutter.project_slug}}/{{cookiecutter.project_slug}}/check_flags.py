@@ -184,8 +184,11 @@ RULES: dict[str, Callable[[str], str | None]] = {
     "TRAIN_DISTRIBUTED": one_of("auto"),
 }
 # Set and empty, these say something; for the others it is as if they were not set.
-MEAN_SOMETHING_EMPTY = ("JAX_NUM_CPU_DEVICES", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-MEAN_SOMETHING_EMPTY += ("JAX_OPTIMIZATION_LEVEL",)
+MEAN_SOMETHING_EMPTY = (
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_OPTIMIZATION_LEVEL",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
 # Read by XLA, JAX, NCCL and libtpu themselves, without a rule here: not to be taken for misspelt.
 OTHERS = {*PARSERS, PJRT, "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_ADDRESS"}
 OTHERS |= {"XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "NCCL_DEBUG_FILE"}

@@ -187,12 +187,12 @@ def test_each_task_of_an_array_is_a_run_of_its_own(slurm, project):
     job = slurm.run(*command, "launch/slurm.sbatch", *FLAGS, cwd=project.root, **environment)
     tasks = {seed: f"{job}_{seed}" for seed in (3, 5)}
     runs = {seed: project.root / f"runs/slurm-{task}" for seed, task in tasks.items()}
-    number = {seed: slurm.field(task, "JobId") for seed, task in tasks.items()}
+    wait_until(lambda: all(reached(run, 20) for run in runs.values()), 120, slurm.logs)
     # The one whose plain number is that of the whole array.
-    stopped = next((seed for seed in tasks if number[seed] == job), 5)
+    number = {seed: slurm.field(task, "JobId") for seed, task in tasks.items()}
+    stopped = next(seed for seed in tasks if number[seed] == job)
     other = 8 - stopped
-    why = explain(slurm, project, number[stopped])
-    wait_until(lambda: all(reached(run, 20) for run in runs.values()), 120, why)
+    why = explain(slurm, project, job)
     (project.root / "slow").touch()
     slurm.run("scancel", "--batch", "--signal=USR2", tasks[stopped])
     wait_until(lambda: int(slurm.field(tasks[stopped], "Restarts")) == 1, 120, why)

@@ -220,6 +220,16 @@ def test_an_existing_environment_is_used_again(out, notes):
     assert [line.split()[1] for line in calls(notes) if "uv" in line] == ["venv", "pip"]
 
 
+def test_an_environment_that_was_there_survives_a_failed_installation(out, notes):
+    generate(out, notes)
+    venv = out / "my_flax_project/.venv"
+    (venv / ".setup").unlink()
+    order = {"ON_INSTALL": f"echo '{REFUSED}'; exit 2"}
+    result = generate(out, notes, order, flags=("--no-input", "-f"))
+    assert_skipped(result, out, "no network", venv=True)
+    assert (venv / "bin/python").exists()
+
+
 def test_two_generations_at_once(out, notes):
     """They fail, at the same time, with one name: each has a log of its own."""
     (out / "a").mkdir()

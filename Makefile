@@ -1,8 +1,11 @@
 # For the development of the template. A generated project has a Makefile of its own.
-# Everything is installed into .venv here; nothing else on the machine is touched.
+# Everything is installed into .venv here; nothing else on the machine is touched. For another Python:
+#   make test VENV=build/newest BASE=python3.13
 
-PYTHON := .venv/bin/python
-UV := .venv/bin/uv
+VENV := .venv
+BASE := python3
+PYTHON := $(VENV)/bin/python
+UV := $(VENV)/bin/uv
 RUFF := $(PYTHON) -m ruff
 # Else ruff obeys the pyproject.toml of the project still to be rendered, and leaves a cache there.
 ONE := --config pyproject.toml --no-cache
@@ -16,14 +19,14 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
 	    awk -F'|' '{ printf "%-10s %s\n", $$1, $$2 }'
 
-setup: .venv/.setup ## Install what the other targets need (they do this first)
+setup: $(VENV)/.setup ## Install what the other targets need (they do this first)
 
 # The template's tests run the generated code, so its dependencies are installed as well: those of a
 # project that is rendered for this purpose, because pyproject.toml here does not repeat them.
-.venv/.setup: pyproject.toml {{cookiecutter.project_slug}}/pyproject.toml
-	@python3 -c 'import sys; sys.exit("Python 3.11 or later is needed" if sys.version_info < (3, 11) else 0)'
-	@test -x $(PYTHON) || python3 -m venv .venv
-	@test -x $(UV) || $(PYTHON) -m pip install --quiet --disable-pip-version-check uv
+$(VENV)/.setup: pyproject.toml {{cookiecutter.project_slug}}/pyproject.toml
+	@$(BASE) -c 'import sys; sys.exit("Python 3.11 or later is needed" if sys.version_info < (3, 11) else 0)'
+	@{ $(PYTHON) -c '' && test -x $(UV); } 2> /dev/null || { $(BASE) -m venv --clear $(VENV) && \
+	    $(PYTHON) -m pip install --quiet --disable-pip-version-check uv; }
 	$(UV) pip install --quiet --python $(PYTHON) --group dev
 	@rm -rf build/setup && mkdir -p build/setup
 	@$(PYTHON) -m cookiecutter . --no-input --accept-hooks no --output-dir build/setup
@@ -33,11 +36,11 @@ setup: .venv/.setup ## Install what the other targets need (they do this first)
 
 demo: setup ## Generate the default project, smoke test included, and train it
 	@rm -rf $(DEMO) && mkdir -p $(DEMO)
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m cookiecutter . --no-input --output-dir $(DEMO)
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(MAKE) -C $(DEMO)/my_flax_project train
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m cookiecutter . --no-input --output-dir $(DEMO)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(MAKE) -C $(DEMO)/my_flax_project train
 
 test: setup ## Run all tests of the template
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: setup ## Lint and formatting; changes nothing
 	$(RUFF) check $(ONE) . && $(RUFF) format $(ONE) --check .

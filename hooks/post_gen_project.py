@@ -19,7 +19,6 @@ import tomllib
 from pathlib import Path
 
 INSTALL_LIMIT, SMOKE_LIMIT = 1200, 330  # seconds
-PYTHON = (3, 11)  # oldest that the project supports
 DISK_NEEDED = "about 1 GB"
 
 # What an installer or the smoke test prints when the machine is at fault and not the template.
@@ -29,12 +28,20 @@ ENVIRONMENT_FAULTS = {
     r" fetch|offline|max retries|proxy|certificate|from versions: none|was not found in the cache",
     "the disk is full": r"no space left|disk quota|errno 28",
     "no matching Python": r"no interpreter found|no python|requires-python|requires a different",
+    "this Python makes no environments": r"ensurepip",
     "no permission to write": r"permission denied|read-only file system",
 }
 
 
 # What it prints when the versions that pyproject.toml asks for do not go together or do not exist.
 UNSOLVABLE = r"no solution found|resolutionimpossible|no matching distribution|conflicting dep"
+LAST_LINE = "the packages were not installed, for the reason above"  # of setup.sh
+
+# What would lead the project to another Python environment; its Makefile has the same list.
+FOREIGN = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
+FOREIGN += ("PYTHONWARNINGS", "PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONSAFEPATH")
+FOREIGN += ("__PYVENV_LAUNCHER__", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT", "UV_SYSTEM_PYTHON")
+FOREIGN += ("PIP_USER", "PIP_TARGET", "PIP_PREFIX")
 
 
 class Skipped(Exception):
@@ -144,17 +151,14 @@ def compares_versions():
 def prove(project, answers):
     """Make the environment, run the smoke test; return a line on what was proved."""
     began = time.monotonic()
-    python = project / ".venv" / "bin" / "python"
+    python, was_there = project / ".venv" / "bin" / "python", (project / ".venv").exists()
     say("Preparing .venv (CPU packages only) ...")
     try:
-        prepare_environment(project, python)
+        prepare_environment()
     except BaseException:
-        if not (project / ".venv" / "complete").exists():
+        if not was_there:
             shutil.rmtree(project / ".venv", ignore_errors=True)
         raise
-    (project / ".venv" / "complete").touch()
-    if answers["accelerator"] == "cpu":
-        (project / ".venv" / ".setup").touch()  # what `make setup` would do is done
     versions = installed_versions(python)
     installed = time.monotonic()
     say(f"    {installed - began:.0f} s: {versions}", "Training for a few steps ...")
@@ -172,32 +176,29 @@ def prove(project, answers):
     return f"{versions}; {seconds}"
 
 
-def prepare_environment(project, python):
-    """Create .venv and install the project with its development tools. Raises Skipped."""
-    uv, environment = shutil.which("uv"), clean_environment()
-    version = ".".join(map(str, PYTHON))
-    if uv:
-        wanted = environment.get("UV_PYTHON", f">={version}")
-        create = [uv, "venv", "--quiet", "--no-project", "--python", wanted, ".venv"]
-        install = [uv, "pip", "install", "--python", python]
-    else:
-        create = [find_python(), "-m", "venv", ".venv"]
-        install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--retries=1"]
-        install += ["--timeout=30"]
-    steps = [] if python.exists() else [create]
-    for command in [*steps, [*install, "--editable", ".[dev]"]]:
-        code, log = run(command, INSTALL_LIMIT, environment)
-        if code is None:
-            raise Skipped(f"the packages were not installed after {INSTALL_LIMIT} s")
-        if code != 0:
-            lines = [line.strip() for line in log.splitlines() if line.strip()]
-            words = f"(the installer's last words: {' '.join(lines[-3:])[-300:]})"
-            fault = environment_fault(log)
-            if fault is None and re.search(UNSOLVABLE, log, re.IGNORECASE):
-                raise Failed(f"the versions in pyproject.toml cannot be installed {words}")
-            fault = fault or "the packages cannot be installed"
-            need = f", {DISK_NEEDED} needed" if "disk" in fault else ""
-            raise Skipped(f"{fault}{need} {words}")
+def prepare_environment():
+    """Create .venv and install the project with its development tools. Raises Skipped.
+
+    It is what `make setup` does, so that make knows what is there, and completes or mends it.
+    """
+    if not shutil.which("sh"):
+        raise Skipped("there is no sh on PATH, which the project needs")
+    patience = {"PIP_RETRIES": "1", "PIP_TIMEOUT": "30"}
+    if not shutil.which("uv"):  # the Python that runs this has the first claim
+        patience["UV_PYTHON"] = getattr(sys, "_base_executable", sys.executable)
+    code, log = run(["sh", "setup.sh", "dev"], INSTALL_LIMIT, patience | clean_environment())
+    if code is None:
+        raise Skipped(f"the packages were not installed after {INSTALL_LIMIT} s")
+    if code != 0:
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        lines = [line for line in lines if not line.endswith(LAST_LINE)]
+        words = f"(the installer's last words: {' '.join(lines[-3:])[-300:]})"
+        fault = environment_fault(log)
+        if fault is None and re.search(UNSOLVABLE, log, re.IGNORECASE):
+            raise Failed(f"the versions in pyproject.toml cannot be installed {words}")
+        fault = fault or "the packages cannot be installed"
+        need = f", {DISK_NEEDED} needed" if "disk" in fault else ""
+        raise Skipped(f"{fault}{need} {words}")
 
 
 def environment_fault(log, only=tuple(ENVIRONMENT_FAULTS)):
@@ -206,35 +207,9 @@ def environment_fault(log, only=tuple(ENVIRONMENT_FAULTS)):
     return next(faults, None)
 
 
-def find_python():
-    """An interpreter that is new enough, for machines without uv. Raises Skipped."""
-    names = ["python3.14", "python3.13", "python3.12", "python3.11", "python3", "python"]
-    candidates = [getattr(sys, "_base_executable", sys.executable)]
-    candidates += [path for path in map(shutil.which, names) if path]
-    found = []
-    for candidate in candidates:
-        code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
-        command = [candidate, "-I", "-c", code]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError:  # gone, or not a program
-            continue
-        version = tuple(map(int, result.stdout.split())) if result.returncode == 0 else ()
-        if version >= PYTHON:
-            return candidate
-        found.append(".".join(map(str, version)) or "one without venv")
-    needed, have = ".".join(map(str, PYTHON)), ", ".join(found) or "none"
-    raise Skipped(
-        f"the project needs Python {needed} or later; found {have}."
-        " Install one, or uv, which brings its own"
-    )
-
-
 def clean_environment():
     """The environment without traces of other Python environments; proxies and indexes stay."""
-    foreign = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "PYTHONSTARTUP")
-    foreign += ("UV_PROJECT", "UV_PROJECT_ENVIRONMENT", "UV_SYSTEM_PYTHON", "CONDA_PREFIX")
-    return {name: value for name, value in os.environ.items() if name not in foreign}
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN}
 
 
 def installed_versions(python):

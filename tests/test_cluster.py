@@ -180,6 +180,36 @@ def test_a_cancelled_slurm_job_saves_and_stays_cancelled(slurm, project):
     assert json.loads((run / "result.json").read_text())["status"] == "preempted"
 
 
+def test_each_task_of_an_array_is_a_run_of_its_own(slurm, project):
+    """With its own directory and seed; what stops and requeues one leaves the others alone."""
+    command = ["sbatch", "--parsable", "--array=3,5", "--nodes=1", "--cpus-per-task=1"]
+    environment = {name: project.environment[name] for name in project.environment if "JAX" in name}
+    job = slurm.run(*command, "launch/slurm.sbatch", *FLAGS, cwd=project.root, **environment)
+    tasks = {seed: f"{job}_{seed}" for seed in (3, 5)}
+    runs = {seed: project.root / f"runs/slurm-{task}" for seed, task in tasks.items()}
+    wait_until(lambda: all(reached(run, 20) for run in runs.values()), 120, slurm.logs)
+    # The one whose plain number is that of the whole array.
+    number = {seed: slurm.field(task, "JobId") for seed, task in tasks.items()}
+    stopped = next(seed for seed in tasks if number[seed] == job)
+    other = 8 - stopped
+    why = explain(slurm, project, job)
+    (project.root / "slow").touch()
+    slurm.run("scancel", "--batch", "--signal=USR2", tasks[stopped])
+    wait_until(lambda: int(slurm.field(tasks[stopped], "Restarts")) == 1, 120, why)
+    (project.root / "slow").unlink()
+
+    def are_over():
+        slurm.start_now(tasks[stopped])
+        return all(slurm.field(task, "JobState") == "COMPLETED" for task in tasks.values())
+
+    wait_until(are_over, 180, why)
+    assert slurm.field(tasks[other], "Restarts") == "0"
+    for seed, run in runs.items():
+        assert json.loads((run / "config.json").read_text())["settings"]["seed"] == seed
+        resumed = (run / "train.log").read_text().count(": resumed at step ")
+        assert resumed == (seed == stopped)
+
+
 def test_a_bad_setting_ends_a_slurm_job_with_2_and_no_requeue(slurm, project):
     command = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
     job = slurm.run(*command, "launch/slurm.sbatch", "--batch-size", "0", cwd=project.root)

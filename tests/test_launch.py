@@ -22,6 +22,8 @@ import yaml
 PROJECT = bake.ROOT / "{{cookiecutter.project_slug}}"
 ACCELERATORS = ["cpu", "cuda12", "cuda13", "tpu"]
 
+UNWANTED = ("TRAIN_", "SLURM_", "CUDA_", "PYTHON", "PIP_", "VIRTUAL_ENV")
+
 # Notes what launch.sh told it, then does what an argument such as "1=exit:4" says for its rank.
 STUB = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -32,7 +34,8 @@ orders = dict(arg.split("=", 1) for arg in sys.argv[1:] if arg[:1].isdigit() and
 order, _, value = orders.get(rank, "").partition(":")
 env = {k: v for k, v in os.environ.items() if k.startswith("TRAIN_")}
 seen = dict(env=env, argv=sys.argv[1:], cwd=os.getcwd(), pid=os.getpid(), signals=[],
-            no_proxy=os.environ.get("no_proxy"))
+            no_proxy=os.environ.get("no_proxy"),
+            foreign=[k for k in os.environ if k.startswith(("PYTHON", "PIP_", "VIRTUAL_"))])
 
 
 def note():
@@ -63,13 +66,16 @@ def stop(number, frame):
         sys.exit(75)
 
 
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-    signal.signal(number, stop)
+early = orders.get(rank, "").startswith("early")  # Python is not up yet: the default action
+for name in () if early else ("TERM", "USR1", "USR2", "INT", "HUP", "XCPU"):
+    number = getattr(signal, "SIG" + name)
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, stop)
 print("this is rank", rank, flush=True)
 if order == "stubborn":
     seen["worker"] = subprocess.Popen(["sleep", "600"]).pid
 note()
-if order in ("wait", "last", "stubborn"):
+if order in ("wait", "last", "stubborn", "early"):
     while True:
         signal.pause()
 if value:
@@ -100,6 +106,12 @@ def hear_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
+def ignore_hangup():
+    """As nohup does."""
+    hear_signals()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def alive(pid):
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
@@ -125,7 +137,7 @@ class Launcher:
         self.add_python(self.root / ".venv/bin")
         kept = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
         self.env = {
-            **{k: v for k, v in kept.items() if not k.startswith(("TRAIN_", "SLURM_", "CUDA_"))},
+            **{k: v for k, v in kept.items() if not k.startswith(UNWANTED)},
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "STUB_DIR": str(self.notes),
         }
@@ -147,7 +159,7 @@ class Launcher:
         (self.bin / name).write_text("#!/usr/bin/env bash\n" + text, encoding="utf-8")
         (self.bin / name).chmod(0o755)
 
-    def start(self, *arguments, **env):
+    def start(self, *arguments, hear=hear_signals, **env):
         process = subprocess.Popen(
             ["bash", str(self.root / "launch.sh"), *map(str, arguments)],
             env={**self.env, **{k: str(v) for k, v in env.items()}},
@@ -157,7 +169,7 @@ class Launcher:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=hear_signals,
+            preexec_fn=hear,
         )
         self.started.append(process)
         return process
@@ -236,6 +248,88 @@ def test_the_package_is_the_one_directory_with_a_train_file(launcher):
     assert (two.returncode, none.returncode) == (2, 2)
     assert "other and stub" in two.stderr
     assert "no directory with a train.py" in none.stderr
+
+
+def test_a_missing_flags_file_is_one_message(launcher):
+    (launcher.root / "xla_flags.env").unlink()
+    result = launcher.run("local", 1)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "xla_flags.env is not in" in result.stderr and "git checkout" in result.stderr
+
+
+def test_an_accelerator_that_does_not_exist_is_refused(launcher):
+    launcher.accelerate("cuda14")
+    result = launcher.run("local", 1)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "accelerator=cuda14: must be cpu, cuda12, cuda13 or tpu" in result.stderr
+
+
+# --- The environment --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("venv", ["dangling link", "no python", "broken python"])
+def test_another_python_never_takes_the_place_of_a_broken_environment(launcher, venv):
+    launcher.add_python(launcher.bin)
+    python = launcher.root / ".venv/bin/python"
+    python.unlink()
+    if venv == "dangling link":
+        shutil.rmtree(launcher.root / ".venv")
+        (launcher.root / ".venv").symlink_to("/nowhere")
+    if venv == "broken python":
+        python.symlink_to("/nowhere/python3.11")
+    result = launcher.run("local", 1)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "run 'make setup'" in result.stderr
+    assert not list(launcher.notes.iterdir())
+
+
+def test_an_environment_that_setup_would_mend_is_mentioned(launcher):
+    shutil.copy(PROJECT / "setup.sh", launcher.root)
+    (launcher.root / "pyproject.toml").touch()
+    version = "python{}.{}".format(*sys.version_info[:2])
+    (launcher.root / ".venv/lib" / version / "site-packages").mkdir(parents=True)
+    (launcher.root / ".venv/pyvenv.cfg").touch()
+    result = launcher.run("local", 1)
+    assert result.returncode == 0
+    assert result.stderr == (
+        "setup: .venv: nothing says that all was installed: 'make setup' mends it\n"
+    )
+
+
+def test_a_python_without_jax_is_not_taken(launcher):
+    shutil.rmtree(launcher.root / ".venv")
+    launcher.command("python", 'exec "$REAL" -S -E "$@"')
+    result = launcher.run("local", 1, REAL=getattr(sys, "_base_executable", sys.executable))
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "has no jax: run 'make setup' first" in result.stderr
+
+
+def test_what_other_environments_left_behind_does_not_reach_the_run(launcher):
+    left = {"PYTHONPATH": "/nowhere", "VIRTUAL_ENV": "/v", "PIP_TARGET": "/t", "PYTHONOPTIMIZE": 2}
+    result = launcher.run("local", 1, **left)
+    assert result.returncode == 0, result.stderr
+    assert launcher.seen()["foreign"] == []
+    assert result.stderr == (
+        "launch.sh: PYTHONPATH=/nowhere is not used: .venv has all that runs here\n"
+    )
+
+
+def foreign_of(name):
+    """The names in the list of variables to clean away in a file of the template."""
+    text = (bake.ROOT / name).read_text(encoding="utf-8")
+    pattern = {
+        "Makefile": r"^FOREIGN := ((?:.*\\\n)*.*)$",
+        "launch.sh": r"^  unset (VIRTUAL_ENV(?:.*\\\n)*.*)$",
+        "post_gen_project.py": r"((?:^FOREIGN \+?= .*\n)+)",
+    }[Path(name).name]
+    found = re.search(pattern, text, re.MULTILINE)[1].replace("FOREIGN", "")
+    return set(re.findall(r"[A-Z_]{3,}", found))
+
+
+def test_hook_make_and_launch_sh_clean_the_same_variables_away():
+    lists = [foreign_of("hooks/post_gen_project.py")]
+    lists += [foreign_of(f"{PROJECT.name}/{name}") for name in ("Makefile", "launch.sh")]
+    assert len(lists[0]) > 12 and lists[0] == lists[1] == lists[2]
 
 
 # --- local ------------------------------------------------------------------------------------
@@ -352,16 +446,38 @@ def test_the_rank_that_died_counts_more_than_those_that_jax_then_aborted(launche
     assert launcher.run("local", 3, "0=exit:1", "1=die:6", "2=die:9").returncode == 137
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+SIGNALS = ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGINT"]
+
+
+@pytest.mark.parametrize("name", SIGNALS)
 def test_a_stop_request_reaches_every_rank_once_and_ends_with_75(launcher, name):
     process = launcher.start("local", 2, "0=last:1", "1=wait")
     launcher.wait_for_ranks(0, 1)
     process.send_signal(signal.Signals[name])
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    expected = "SIGUSR1" if name == "SIGUSR1" else "SIGTERM"
+    expected = "SIGTERM" if name == "SIGINT" else name
     assert [launcher.seen(rank)["signals"] for rank in (0, 1)] == [[expected], [expected]]
     assert launcher.seen(0)["saved"]  # though rank 1 had left with 75 long before
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_stop_request_that_comes_before_python_can_take_it_ends_with_75(launcher, name):
+    process = launcher.start("local", 2, "0=early", "1=early")
+    launcher.wait_for_ranks(0, 1)
+    process.send_signal(signal.Signals[name])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+
+
+def test_the_hangup_that_nohup_ignores_stays_ignored(launcher):
+    process = launcher.start("local", 2, "0=wait", "1=wait", hear=ignore_hangup)
+    launcher.wait_for_ranks(0, 1)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR2)  # had the first one counted, this would not
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, "SIGHUP" in err) == (75, False), err
+    assert [launcher.seen(rank)["signals"] for rank in (0, 1)] == [["SIGUSR2"], ["SIGUSR2"]]
 
 
 def test_ctrl_c_twice_gives_up_at_once(launcher):
@@ -577,7 +693,7 @@ def flags_file(request, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name", ["launch.sh", "launch/slurm.sbatch", "xla_flags.env"])
+@pytest.mark.parametrize("name", ["launch.sh", "setup.sh", "launch/slurm.sbatch", "xla_flags.env"])
 def test_shellcheck(tmp_path, name):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
@@ -586,7 +702,7 @@ def test_shellcheck(tmp_path, name):
     if name == "xla_flags.env":
         text = bake.render(text, {"accelerator": "cuda12"})
     path.write_text(text, encoding="utf-8")
-    shell = "sh" if name == "xla_flags.env" else "bash"
+    shell = "sh" if name in ("xla_flags.env", "setup.sh") else "bash"
     result = subprocess.run(["shellcheck", "-s", shell, path], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 

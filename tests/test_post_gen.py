@@ -25,18 +25,24 @@ UV = """#!/bin/sh
 echo "uv $*" >> "$NOTES/calls"
 env > "$NOTES/env-$1"
 case $1 in
-    venv) mkdir -p .venv/bin && cp "$NOTES/python" .venv/bin/python && sh -c "${ON_VENV:-:}" ;;
+    venv)
+        mkdir -p .venv/bin .venv/lib/python3.13/site-packages && touch .venv/pyvenv.cfg &&
+            cp "$NOTES/python" .venv/bin/python && sh -c "${ON_VENV:-:}" ;;
     pip) sh -c "${ON_INSTALL:-:}" ;;
 esac
 """
 PYTHON = """#!/bin/sh
+case $* in
+    *abiflags*) echo 3.13 x86_64; exit ;;
+esac
 echo "python $*" >> "$NOTES/calls"
 case $* in
     *smoke.py) env > "$NOTES/env-smoke"; sh -c "${ON_SMOKE:-:}" ;;
     *) echo Python 3.13.0 jax 0.12.0 flax 0.12.9 ;;
 esac
 """
-TOOLS = ["cat", "chmod", "cp", "env", "mkdir", "ps", "rm", "sh", "sleep"]
+TOOLS = ["cat", "chmod", "cksum", "cp", "dirname", "env", "find", "grep", "mkdir", "mv", "ps", "rm"]
+TOOLS += ["sed", "sh", "sleep", "touch", "tr"]
 
 
 @pytest.fixture
@@ -137,12 +143,16 @@ def test_what_is_said_when_it_passed(out, notes):
     project = out / "my_flax_project"
     create, install, versions, smoke = calls(notes)
     assert create == "uv venv --quiet --no-project --python >=3.11 .venv"
-    assert install == f"uv pip install --python {project}/.venv/bin/python --editable .[dev]"
+    assert install == "uv pip install --python .venv/bin/python --editable .[dev]"
     assert versions.startswith("python -I -c ")
     assert smoke == f"python {project}/tests/smoke.py"
-    make = ["make", "-n", "smoke"]
-    dry = bake.run(make, home=notes / "home", cwd=project)
-    assert dry.stdout == ".venv/bin/python tests/smoke.py\n"  # the same, and setup is done
+    assert make(project, notes, "smoke").returncode == 0
+    assert calls(notes)[4:] == ["python tests/smoke.py"]  # the same, and setup is done
+
+
+def make(project, notes, *words):
+    command = [shutil.which("make"), *words]
+    return bake.run(command, home=notes / "home", cwd=project, env=environment(notes))
 
 
 @pytest.mark.parametrize("accelerator", ["cuda12", "cuda13", "tpu"])
@@ -150,7 +160,9 @@ def test_the_packages_of_an_accelerator_are_left_to_make(out, notes, accelerator
     result = generate(out, notes, accelerator=accelerator)
     assert "Smoke test passed" in result.stdout
     assert calls(notes)[1].endswith(" .[dev]")
-    assert not (out / "my_flax_project" / ".venv" / ".setup").exists()
+    setup = make(out / "my_flax_project", notes, "setup")
+    assert f"setup: .venv: '{accelerator}' is not installed\n" in setup.stderr
+    assert calls(notes)[-1].endswith(f" .[{accelerator},dev]")
 
 
 def test_which_variables_reach_the_children(out, notes):
@@ -162,7 +174,7 @@ def test_which_variables_reach_the_children(out, notes):
     removed = {
         **{"VIRTUAL_ENV": "/v", "PYTHONPATH": "/nowhere", "PYTHONWARNINGS": "ignore"},
         **{"PYTHONSTARTUP": "/s.py", "CONDA_PREFIX": "/c", "UV_PROJECT": "/p"},
-        **{"UV_PROJECT_ENVIRONMENT": "/e", "UV_SYSTEM_PYTHON": "1"},
+        **{"UV_PROJECT_ENVIRONMENT": "/e", "UV_SYSTEM_PYTHON": "1", "PIP_TARGET": "/t"},
     }
     result = generate(out, notes, env=kept | removed)
     assert "Smoke test passed" in result.stdout, result.stdout + result.stderr
@@ -205,7 +217,17 @@ def test_a_bare_container(out, notes):
 def test_an_existing_environment_is_used_again(out, notes):
     generate(out, notes)
     generate(out, notes, flags=("--no-input", "-f"))
-    assert [line.split()[1] for line in calls(notes) if "uv" in line] == ["venv", "pip", "pip"]
+    assert [line.split()[1] for line in calls(notes) if "uv" in line] == ["venv", "pip"]
+
+
+def test_an_environment_that_was_there_survives_a_failed_installation(out, notes):
+    generate(out, notes)
+    venv = out / "my_flax_project/.venv"
+    (venv / ".setup").unlink()
+    order = {"ON_INSTALL": f"echo '{REFUSED}'; exit 2"}
+    result = generate(out, notes, order, flags=("--no-input", "-f"))
+    assert_skipped(result, out, "no network", venv=True)
+    assert (venv / "bin/python").exists()
 
 
 def test_two_generations_at_once(out, notes):
@@ -279,55 +301,32 @@ def test_without_uv_it_takes_venv_and_pip(out, notes):
     assert_skipped(generate(out, notes, env), out, "no network", "the installer's last words")
 
 
-def test_the_commands_without_uv(monkeypatch, tmp_path):
+def test_the_python_that_runs_the_hook_makes_the_environment(out, notes):
+    (notes / "bin" / "uv").unlink()
+    base = sys._base_executable
+    result = generate(out, notes, {"PIP_NO_INDEX": "1"}, flags=("--no-input", "-v"))
+    assert "SKIPPED" in result.stdout
     seen = []
-    monkeypatch.setattr(hook.shutil, "which", lambda name: None)
-    monkeypatch.setattr(hook, "find_python", lambda: "/usr/bin/python3.12")
-    monkeypatch.setattr(hook, "run", lambda command, *_: seen.append(command) or (0, ""))
-    python = tmp_path / "python"
-    hook.prepare_environment(tmp_path, python)
-    create, install = seen
-    assert create == ["/usr/bin/python3.12", "-m", "venv", ".venv"]
-    assert install[:4] == [python, "-m", "pip", "install"]
-    assert install[-2:] == ["--editable", ".[dev]"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hook.shutil, "which", lambda name: None if name == "uv" else name)
+        patch.setattr(hook, "run", lambda *arguments: seen.append(arguments) or (0, ""))
+        patch.delenv("UV_PYTHON", raising=False)
+        hook.prepare_environment()
+        patch.setenv("UV_PYTHON", "3.12")
+        hook.prepare_environment()
+    assert [x[2]["UV_PYTHON"] for x in seen] == [base, "3.12"]
+
+
+def test_without_sh_nothing_can_be_tried(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(hook.Skipped, match="no sh on PATH"):
+        hook.prepare_environment()
 
 
 def fake_python(path, answer):
     path.write_text(f"#!/bin/sh\n{answer}\n")
     path.chmod(0o755)
     return str(path)
-
-
-def test_no_python_that_fits(monkeypatch, tmp_path):
-    fake_python(tmp_path / "python3", "echo 3 9")
-    base = fake_python(tmp_path / "base", "exit 1")
-    monkeypatch.setattr(sys, "_base_executable", base)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(hook.Skipped, match=r"needs Python 3\.11 or later; found .*venv, 3\.9\."):
-        hook.find_python()
-
-
-def test_the_first_python_that_fits(monkeypatch, tmp_path):
-    fake_python(tmp_path / "python3", "echo 3 9")
-    good = fake_python(tmp_path / "python3.12", "echo 3 12")
-    monkeypatch.setattr(sys, "_base_executable", fake_python(tmp_path / "base", "echo 3 10"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert hook.find_python() == good
-
-
-def test_a_python_that_fits_but_lacks_venv_is_passed_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "_base_executable", fake_python(tmp_path / "base", "exit 1"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    fake_python(tmp_path / "python3.13", "exit 1")
-    good = fake_python(tmp_path / "python3", "echo 3 11")
-    assert hook.find_python() == good
-
-
-def test_an_interpreter_that_cannot_be_started_is_passed_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "_base_executable", str(tmp_path / "gone"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    good = fake_python(tmp_path / "python3", "echo 3 13")
-    assert hook.find_python() == good
 
 
 # What uv 0.13 and pip 23 to 26 said, each in a situation that was made for the purpose.
@@ -600,7 +599,9 @@ def test_interrupting_a_required_smoke_test_is_a_failure(out, notes):
 def interrupted(out, notes, name, moment, *answers):
     """Ctrl-C goes to every process of the terminal; SIGTERM, here, to the hook alone."""
     command = [sys.executable, "-m", "cookiecutter", bake.ROOT, "--no-input", "-o", out, *answers]
-    order = 'sleep 600 & echo $! > "$NOTES/new"; ps -o ppid= -p $PPID > "$NOTES/hook"; '
+    parent = "$(ps -o ppid= -p $PPID)"  # the hook, or the sh that runs setup.sh for it
+    parent = f"$(ps -o ppid= -p {parent})" if moment == "ON_INSTALL" else parent
+    order = f'sleep 600 & echo $! > "$NOTES/new"; echo {parent} > "$NOTES/hook"; '
     order += 'cp "$NOTES/new" "$NOTES/pid"; wait'
     env = bake.isolated(notes / "home", **environment(notes, **{moment: order}))
     process = subprocess.Popen(

@@ -39,13 +39,32 @@ for file in */train.py; do
 done
 [ -f "$package/train.py" ] || usage "no directory with a train.py in $PWD"
 
-python=$PWD/.venv/bin/python # a container has one environment and no .venv
-[ -x "$python" ] || python=$(command -v python || command -v python3) ||
-  usage "no .venv in $PWD and no python on PATH: run 'make setup' first"
+python=$PWD/.venv/bin/python
+if [ -e .venv ] || [ -L .venv ]; then # another Python in its place would run what nobody proved
+  "$python" -I -S -c '' 2>/dev/null || usage ".venv has no Python that starts: run 'make setup'"
+  # What another Python environment left behind, as in the Makefile.
+  for name in PYTHONPATH PYTHONHOME; do
+    [ -z "${!name:-}" ] || say "$name=${!name} is not used: .venv has all that runs here"
+  done
+  unset VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONWARNINGS \
+    PYTHONOPTIMIZE PYTHONINSPECT PYTHONSAFEPATH __PYVENV_LAUNCHER__ \
+    UV_PROJECT UV_PROJECT_ENVIRONMENT UV_SYSTEM_PYTHON PIP_USER PIP_TARGET PIP_PREFIX
+else # a container has one environment and no .venv
+  python=$(command -v python || command -v python3) ||
+    usage "no .venv in $PWD and no python on PATH: run 'make setup' first"
+  "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("jax"))' ||
+    usage "no .venv in $PWD, and $python has no jax: run 'make setup' first"
+fi
 
-accelerator=cpu
+[ -f xla_flags.env ] ||
+  usage "xla_flags.env is not in $PWD: 'git checkout xla_flags.env' brings it back"
+accelerator=''
 # shellcheck disable=SC1091
 . ./xla_flags.env
+case $accelerator in
+  cpu | cuda12 | cuda13 | tpu) ;;
+  *) usage "xla_flags.env: accelerator=$accelerator: must be cpu, cuda12, cuda13 or tpu" ;;
+esac
 
 # --- Shared by all modes --------------------------------------------------------------------
 
@@ -83,12 +102,18 @@ port_from() {
 
 # --- local: starts the processes here and looks after them ----------------------------------
 
+# Says what is not as `make setup` left it. The run goes on: setup may not be possible here.
+look_at_environment() {
+  [ ! -e .venv ] || [ ! -f setup.sh ] || sh setup.sh --check
+}
+
 run_local() {
-  local count=${1:-} rank port ids=''
+  local count=${1:-} name rank port ids=''
   case $count in
     '' | 0* | *[!0-9]*) usage "local: N must be a positive number, not '$count'" ;;
   esac
   shift
+  look_at_environment
   [ "$count" -gt 1 ] || { join '' 1 0 ''; train "$@"; }
 
   port=${TRAIN_PORT:-$("$python" -c '
@@ -98,13 +123,18 @@ s.bind(("", 0))
 print(s.getsockname()[1])')} || exit 1
   mkdir -p runs 2>/dev/null
   logs=$(mktemp -d "runs/launch-$(date +%Y%m%d-%H%M%S)-XXXXXX" 2>/dev/null) ||
-    logs=$(mktemp -d "${TMPDIR:-/tmp}/launch-XXXXXX") || exit 1
+    logs=$(mktemp -d "${TMPDIR:-/tmp}/launch-XXXXXX") ||
+    { say "neither runs/ here nor ${TMPDIR:-/tmp} can be written: set TMPDIR"; exit 1; }
   say "$count processes meet at port $port; the output of all but process 0 is in $logs"
 
   # Signals are only noted here and passed on below, so that none falls between two starts.
   request='' interrupts=0 pids=()
-  trap 'request=TERM' TERM HUP
-  trap 'request=USR1' USR1
+  # (One that was ignored when this script was started, as nohup does with HUP, stays ignored.)
+  trap 'request=TERM' TERM
+  for name in HUP USR1 USR2 XCPU; do
+    # shellcheck disable=SC2064
+    trap "request=$name" "$name"
+  done
   trap 'request=TERM interrupts=$((interrupts + 1))' INT
   trap 'for rank in "${!pids[@]}"; do kill_group "${pids[rank]}"; done' EXIT
 
@@ -172,8 +202,9 @@ supervise() {
     { sleep 0.2; } 2>/dev/null # where bash itself would report killed processes
   done
 
-  # The signal may have met a process in its first instants, before Python could handle it.
-  case ${passed:+$code} in 130 | 138 | 143 | 158) code=75 ;; esac
+  # The signal may have met a process in its first instants, before Python could handle it: 128
+  # and HUP, INT, USR1, USR2, TERM, XCPU by Linux's numbers, and USR1 and USR2 by those of macOS.
+  case ${passed:+$code} in 129 | 130 | 138 | 140 | 143 | 152 | 158 | 159) code=75 ;; esac
   if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
     say "process $first failed with exit code $code"
     if [ "$first" -gt 0 ]; then
@@ -191,9 +222,13 @@ run_slurm() {
     usage 'slurm: not inside an allocation. Submit with: sbatch launch/slurm.sbatch [flags]'
   local host # Slurm expands its own lists: JAX's parser gets node[1-2]-ib wrong
   host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  [ -n "$host" ] || { say "scontrol cannot expand '$SLURM_JOB_NODELIST'"; exit 1; }
+  [ -n "$host" ] || {
+    say "scontrol cannot expand SLURM_JOB_NODELIST='$SLURM_JOB_NODELIST': is this node in the job?"
+    exit 1
+  }
   # --kill-on-bad-exit=0: the first process to leave with 75 must not take down those that
   # still save. --wait=30 ends the rest 30 s later. srun does not inherit --cpus-per-task.
+  look_at_environment
   exec srun --kill-on-bad-exit=0 --wait=30 \
     ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
     bash "$PWD/launch.sh" slurm-rank "$host:$(port_from "$SLURM_JOB_ID")" "$@"

@@ -4,13 +4,18 @@ XLA ends the process at a flag or value that it does not know, often without nam
 every flag after a word that is none without a sound.
 """
 
+import difflib
 import importlib.util
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 # What reads each variable, as a program that ends with an error when it does not like it.
 PARSERS = {
@@ -22,7 +27,8 @@ PACKAGES = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}
 # Where there is no TPU, libtpu looks for one at its cloud for minutes.
 NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
 NO_TPU |= {"TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": "cpu"}
-ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
+FLAGS_FILE = Path(__file__).parent.parent / "xla_flags.env"
+ACCELERATORS = ("cpu", "cuda12", "cuda13", "tpu")
 
 
 def check_flags(name: str, text: str) -> list[str]:
@@ -69,18 +75,138 @@ def probe(name: str, text: str) -> str | None:
     return (telling or [line for line in lines if line] or [f"exit code {run.returncode}"])[0]
 
 
+# --- The other variables -------------------------------------------------------------------------
+
+
+def one_of(*values: str) -> Callable[[str], str | None]:
+    return lambda text: None if text in values else f"must be one of {', '.join(values)}"
+
+
+def number(lowest: float, highest: float, kind: type = int) -> Callable[[str], str | None]:
+    """A rule for a number. Python reads "1_0" and " 1" as numbers; other programs do not."""
+    what = "a whole number" if kind is int else "a number"
+    limits = f"of at least {lowest}" if highest == float("inf") else f"from {lowest} to {highest}"
+    pattern = r"-?\d+" if kind is int else r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?"
+
+    def rule(text: str) -> str | None:
+        fits = re.fullmatch(pattern, text) and lowest <= kind(text) <= highest
+        return None if fits else f"must be {what} {limits}"
+
+    return rule
+
+
+def fraction(text: str) -> str | None:
+    """Above 1 it makes sense with unified memory only, which lends that of the host."""
+    highest = 1 if os.environ.get("TF_FORCE_UNIFIED_MEMORY", "0") == "0" else 100
+    if number(0, highest, float)(text) or float(text) == 0:
+        return "must be a share above 0 and up to 1, such as 0.9"
+    return None
+
+
+def matching(pattern: str, what: str) -> Callable[[str], str | None]:
+    return lambda text: None if re.fullmatch(pattern, text) else f"must be {what}"
+
+
+def writable_directory(text: str) -> str | None:
+    """By writing. An address such as gs://... is left to JAX."""
+    if "://" in text:
+        return None
+    try:
+        os.makedirs(text, exist_ok=True)
+        with tempfile.TemporaryFile(dir=text):
+            return None
+    except OSError as error:
+        return (
+            f"nothing can be written there ({error.strerror}), so that every start compiles "
+            f"again: name another directory"
+        )
+
+
+def interfaces(text: str) -> str | None:
+    """NCCL takes the beginnings of names, or whole ones after "=", or all others after "^"."""
+    here = [name for _, name in socket.if_nameindex()]
+    wanted = text.removeprefix("^").removeprefix("=")
+    exact = "=" in text[:2]
+    for name in wanted.split(",") if not text.startswith("^") else ():
+        name = name.partition(":")[0]
+        if not name or not any(x == name if exact else x.startswith(name) for x in here):
+            return f"this machine has no network '{name}', but {', '.join(here)}"
+    return None
+
+
+def visible_gpus(text: str) -> str | None:
+    """CUDA stops reading at the first entry that it does not understand, without a word."""
+    if text in ("", "-1", "NoDevFiles", "void", "none"):
+        return None  # no GPU
+    words = text.split(",")
+    if len(set(words)) < len(words):
+        return "names one GPU twice, and CUDA then shows none"
+    unknown = [x for x in words if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", x)]
+    if unknown:
+        return f"'{unknown[0]}' is no GPU: must be numbers or UUIDs with commas between, as 0,1"
+    return None
+
+
+def platforms(text: str) -> str | None:
+    known = ["cpu", "gpu", "cuda", "rocm", "tpu"]
+    known += [entry.name for entry in metadata.entry_points(group="jax_plugins")]
+    known += [x.partition(":")[0] for x in os.environ.get(PJRT, "").split(",") if x]
+    unknown = [x for x in text.split(",") if text and x not in known]
+    return f"'{unknown[0]}' is none of {', '.join(dict.fromkeys(known))}" if unknown else None
+
+
+PJRT = "PJRT_NAMES_AND_LIBRARY_PATHS"
+AT_LEAST_0, AT_LEAST_1 = number(0, float("inf")), number(1, float("inf"))
+RULES: dict[str, Callable[[str], str | None]] = {
+    "XLA_CLIENT_MEM_FRACTION": fraction,
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": fraction,
+    # Whatever is not "false", "False" or "0" counts as true: "no" and "off" as well.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": one_of("true", "false", "True", "False", "1", "0"),
+    "XLA_PYTHON_CLIENT_ALLOCATOR": lambda text: one_of(
+        "default", "platform", "bfc", "cuda_async", "vmm"
+    )(text.lower()),
+    "XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB": AT_LEAST_0,
+    "JAX_COMPILATION_CACHE_DIR": writable_directory,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": number(0, float("inf"), float),
+    "JAX_NUM_CPU_DEVICES": AT_LEAST_1,
+    "JAX_OPTIMIZATION_LEVEL": one_of("UNKNOWN", "O0", "O1", "O2", "O3"),
+    "JAX_PLATFORMS": platforms,
+    "JAX_PLATFORM_NAME": platforms,
+    "NCCL_DEBUG": lambda text: one_of("VERSION", "WARN", "INFO", "TRACE")(text.upper()),
+    "NCCL_SOCKET_IFNAME": interfaces,
+    "CUDA_VISIBLE_DEVICES": visible_gpus,
+    "TRAIN_COORDINATOR": matching(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", "host:port"),
+    "TRAIN_COORDINATOR_TIMEOUT": AT_LEAST_1,
+    "TRAIN_NUM_PROCESSES": AT_LEAST_1,
+    "TRAIN_PROCESS_ID": AT_LEAST_0,
+    "TRAIN_LOCAL_DEVICE_IDS": matching(r"\d+(,\d+)*", "numbers with commas between, as 0,1"),
+    "TRAIN_PORT": number(1, 65535),
+    "TRAIN_DISTRIBUTED": one_of("auto"),
+}
+# Set and empty, these say something; for the others it is as if they were not set.
+MEAN_SOMETHING_EMPTY = (
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_OPTIMIZATION_LEVEL",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
+# Read by XLA, JAX, NCCL and libtpu themselves, without a rule here: not to be taken for misspelt.
+OTHERS = {*PARSERS, PJRT, "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_ADDRESS"}
+OTHERS |= {"XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "NCCL_DEBUG_FILE"}
+OTHERS |= {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_NTHREADS"}
+
+
 def check_environment(environ: dict[str, str]) -> list[str]:
     """What is wrong with the other variables, a sentence each."""
-    problems = []
+    problems = [
+        f"{name}={environ[name]}: {problem}"
+        for name, rule in RULES.items()
+        if (environ.get(name) or (name in environ and name in MEAN_SOMETHING_EMPTY))
+        and (problem := rule(environ[name]))
+    ]
     if environ.get("XLA_CLIENT_MEM_FRACTION") and environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
         problems.append(
             "XLA_CLIENT_MEM_FRACTION and its old name, XLA_PYTHON_CLIENT_MEM_FRACTION, are both "
             "set, and JAX refuses to start: unset the old one"
-        )
-    allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() or "default"
-    if allocator not in ALLOCATORS:
-        problems.append(
-            f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}: must be one of {', '.join(ALLOCATORS)}"
         )
     if "TF_GPU_ALLOCATOR" in environ:
         problems.append("TF_GPU_ALLOCATOR is not read: use XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async")
@@ -90,6 +216,7 @@ def check_environment(environ: dict[str, str]) -> list[str]:
             f"LD_LIBRARY_PATH has {':'.join(libraries)}, which hides the CUDA libraries that were "
             f"installed with JAX: unset it"
         )
+    problems += misspelt(environ)
     if not problems and any(name.startswith("JAX_") for name in environ):
         command, bare = [sys.executable, "-c", "import jax"], environ | {"XLA_FLAGS": ""}
         run = subprocess.run(command, env=bare, capture_output=True, text=True, check=False)
@@ -98,9 +225,44 @@ def check_environment(environ: dict[str, str]) -> list[str]:
     return problems
 
 
+def misspelt(environ: dict[str, str]) -> list[str]:
+    """Variables whose names are nearly those of others: nothing reads them, and nothing says so."""
+    known = OTHERS | {*RULES}
+    prefixes = ("XLA_", "JAX_", "LIBTPU_", "NCCL_", "TRAIN_", "CUDA_VISIBLE")
+    problems = []
+    for name in environ:
+        near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.85)
+        if near and name not in known and name.upper().startswith(prefixes) and not is_jax(name):
+            problems.append(f"{name} is read by nothing: is {near[0]} meant?")
+    return problems
+
+
+def is_jax(name: str) -> bool:
+    """Whether it is one of the hundreds of settings of JAX."""
+    if not name.startswith("JAX_"):
+        return False
+    code = f"import jax, sys; sys.exit({name.lower()!r} not in jax.config.values)"
+    bare = {x: text for x, text in os.environ.items() if not x.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-c", code]
+    return not subprocess.run(command, env=bare, capture_output=True, check=False).returncode
+
+
+def check_accelerator() -> list[str]:
+    """What is wrong with the line of xla_flags.env that switches its parts."""
+    try:
+        text = FLAGS_FILE.read_text(encoding="utf-8")
+    except OSError as error:
+        return [f"{FLAGS_FILE}: {error.strerror}"]
+    line = re.search(r"^ *accelerator=(.*?) *(#.*)?$", text, re.MULTILINE)
+    value = line[1].strip("'\"") if line else ""
+    if value in ACCELERATORS:
+        return []
+    return [f"xla_flags.env: accelerator={value}: must be one of {', '.join(ACCELERATORS)}"]
+
+
 def main() -> int:
     """Print what is wrong and return the exit code."""
-    problems = check_environment(dict(os.environ))
+    problems = check_accelerator() + check_environment(dict(os.environ))
     for name, package in PACKAGES.items():
         text = os.environ.get(name, "").strip()
         found = check_flags(name, text)

@@ -139,8 +139,13 @@ def check_weight_decay(module, name):
 def test_what_is_decayed_can_be_listed(module):
     assert module("optimizer").decayed(ones()) == {
         "decayed": ["conv/kernel", "dense/kernel", "stacked/kernel"],
-        "not_decayed": ["conv/bias", "dense/bias", "embed/embedding"]
-        + ["stacked/bias", "stacked/scale"],
+        "not_decayed": [
+            "conv/bias",
+            "dense/bias",
+            "embed/embedding",
+            "stacked/bias",
+            "stacked/scale",
+        ],
         "unknown": ["cls_token"],
     }
 

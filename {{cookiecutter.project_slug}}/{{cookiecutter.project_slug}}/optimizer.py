@@ -59,10 +59,10 @@ def decayed(params: Any) -> dict[str, list[str]]:
     "unknown" are those of the others that may be matrices: their names are not of Flax's layers.
     """
     kinds: dict[str, list[str]] = {"decayed": [], "not_decayed": [], "unknown": []}
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        *_, name = names(path)
-        is_known = name in ("bias", "scale", "embedding") or x.ndim < 2
-        kind = "decayed" if name == "kernel" else "not_decayed" if is_known else "unknown"
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, x), is_decayed in zip(leaves, jax.tree.leaves(decay_mask(params)), strict=True):
+        is_known = names(path)[-1] in ("bias", "scale", "embedding") or x.ndim < 2
+        kind = "decayed" if is_decayed else "not_decayed" if is_known else "unknown"
         kinds[kind].append("/".join(names(path)))
     return kinds
 

@@ -104,6 +104,22 @@ def test_dropout_differs_from_step_to_step_and_repeats_on_resume(module, setup):
     assert loss(0) != loss(1)
 
 
+# Arrays as Flax's layers name them and nn.scan stacks them: the number of dimensions says nothing.
+SHAPES = {
+    "dense": {"kernel": (4, 3), "bias": (3,)},
+    "conv": {"kernel": (3, 3, 2, 4), "bias": (4,)},
+    "stacked": {"kernel": (5, 4, 3), "bias": (5, 3), "scale": (5, 4)},
+    "embed": {"embedding": (5, 4)},
+    "cls_token": (1, 1, 4),
+}
+
+
+def ones():
+    return jax.tree.map(
+        lambda shape: np.ones(shape, np.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
 def test_weight_decay_shrinks_kernels_only(module):
     fields = typing.get_type_hints(module("config").OptimizerConfig)
     for name in typing.get_args(fields["name"]):
@@ -111,15 +127,27 @@ def test_weight_decay_shrinks_kernels_only(module):
 
 
 def check_weight_decay(module, name):
-    optimizer = module("optimizer")
     config = module("config").OptimizerConfig(name=name, weight_decay=0.5, learning_rate=0.1)
-    tx = optimizer.create_optimizer(config, lambda count: 0.1)
-    shapes = {"kernel": (4, 3), "conv": (3, 3, 2, 4), "bias": (3,), "embedding": (5, 4)}
-    params = {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
+    tx = module("optimizer").create_optimizer(config, lambda count: 0.1)
+    params = ones()
     updates, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
-    wanted = {"kernel": -0.05, "conv": -0.05, "bias": 0.0, "embedding": 0.0}
-    for key, update in updates.items():
-        np.testing.assert_allclose(update, np.full(shapes[key], wanted[key]), atol=1e-6)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        wanted = -0.05 if path[-1].key == "kernel" else 0.0
+        np.testing.assert_allclose(update, np.full(update.shape, wanted), atol=1e-6)
+
+
+def test_what_is_decayed_can_be_listed(module):
+    assert module("optimizer").decayed(ones()) == {
+        "decayed": ["conv/kernel", "dense/kernel", "stacked/kernel"],
+        "not_decayed": [
+            "conv/bias",
+            "dense/bias",
+            "embed/embedding",
+            "stacked/bias",
+            "stacked/scale",
+        ],
+        "unknown": ["cls_token"],
+    }
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])

@@ -62,9 +62,10 @@ LIBRARIES = words("""
     charset_normalizer dateutil python_dateutil filelock multidict aiohttp yarl matplotlib sklearn
 """)
 OWN = words("""
-    batches bench check_flags checkpoint config data digits doctor evaluate events init_from logs
-    mesh metrics model optimizer predict processes sources stop task train train_state train_step
-    verify workdir
+    accelerators advice batches bench check_flags checkpoint checks command_line config data devices
+    digits evaluate events facts failures init_from logs mesh metrics model optimizer owner
+    processes sources startup stop task terminal train train_state train_step verify watchdog
+    workdir
     tests launch runs checkpoints src build dist scripts docs conftest setup venv xla_flags
     makefile readme license pyproject
 """)

@@ -35,7 +35,11 @@ FILES = {
     *("my_flax_project/events.py", "my_flax_project/init_from.py", "my_flax_project/logs.py"),
     *("my_flax_project/processes.py", "my_flax_project/check_flags.py"),
     *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_run.py"),
-    *("tests/test_task.py", "tests/test_train_step.py", "my_flax_project/bench.py"),
+    *("tests/test_task.py", "tests/test_train_step.py", "my_flax_project/bench.py", "setup.sh"),
+    *("my_flax_project/accelerators.py", "my_flax_project/advice.py", "my_flax_project/checks.py"),
+    *("my_flax_project/command_line.py", "my_flax_project/devices.py", "my_flax_project/facts.py"),
+    *("my_flax_project/failures.py", "my_flax_project/owner.py", "my_flax_project/sources.py"),
+    *("my_flax_project/startup.py", "my_flax_project/terminal.py", "my_flax_project/watchdog.py"),
 }  # of the first choice of each question
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 
@@ -49,7 +53,8 @@ def render(out, **answers):
 
 def files_of(task):
     """Names of the files of a project of this task."""
-    return FILES if task == "image_classification" else FILES - {"my_flax_project/digits.npz"}
+    of_images = {"my_flax_project/digits.npz", "my_flax_project/checks.py"}
+    return FILES if task == "image_classification" else FILES - of_images
 
 
 def files_in(project):

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import task
 from .config import SettingError
-from .failures import is_out_of_memory
+from .failures import fetch, is_out_of_memory
 from .processes import gather, require_same, wait_for_all
 from .train_state import TrainState
 from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
@@ -112,7 +112,7 @@ class Checkpoints:
         items = _items(state)
         facts = dataclasses.asdict(progress) | {
             "layout": {name: layout(item) for name, item in items.items()},
-            "digest": {name: int(digest(item)) for name, item in items.items()},
+            "digest": {name: int(fetch(digest(item))) for name, item in items.items()},
         }
         args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         args["progress"] = ocp.args.JsonSave(facts | {"check": checksum(facts)})
@@ -121,16 +121,23 @@ class Checkpoints:
 
     def rescue(self, step: int, state: TrainState, progress: Progress) -> None:
         """Save what an exception outside of the step would lose, if that can be done."""
-        if step in self.steps or not step:
+        if step in self.steps or not step or self.failed:
             return
-        is_whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
-        if jax.process_count() > 1 or self.failed or not is_whole:
-            why = "the step had taken its arrays" if not is_whole else "it takes all processes"
-            log.warning("step %d is not saved: %s", step, "saving failed" if self.failed else why)
-            return
-        self.save(step, state, progress)
-        self.wait()
-        log.warning("step %d is saved, the last one before the error", step)
+        why = None
+        if jax.process_count() > 1:
+            why = "this takes all processes, and the others do not know of the error"
+        elif any(x.is_deleted() for x in jax.tree.leaves(state)):
+            why = "the step that failed had taken its arrays"
+        else:
+            try:
+                self.save(step, state, progress)
+                self.wait()
+            except Exception as error:  # of a machine in trouble: the first error matters more
+                why = _summary(error)
+        if why:
+            log.warning("step %d is not saved: %s", step, why)
+        else:
+            log.warning("step %d is saved, the last one before the error", step)
 
     def wait(self) -> None:
         """Wait for the save under way; raise SaveFailed if it failed."""
@@ -254,7 +261,7 @@ class Checkpoints:
             args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
             restored = self.manager.restore(step, args=ocp.args.Composite(**args))
             for name in items:
-                if int(digest(restored[name])) != facts["digest"][name]:
+                if int(fetch(digest(restored[name]))) != facts["digest"][name]:
                     raise ValueError(f"its {name} is not what was saved")
         return restored
 

@@ -15,7 +15,7 @@ class SettingError(ValueError):
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
-    """Update rule (sgd has momentum 0.9; muon leaves vectors and embeddings to adamw)."""
+    """Update rule (sgd has momentum 0.9; muon is for kernels and leaves all else to adamw)."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up."""
     warmup_steps: int = 100
@@ -23,7 +23,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """What follows the warm-up (wsd: constant, then linear to 0 over the last fifth)."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, on kernels only."""
+    """Decoupled weight decay, on arrays named kernel only."""
     clip_norm: float = 1.0
     """Largest global gradient norm (0 = no clipping)."""
 

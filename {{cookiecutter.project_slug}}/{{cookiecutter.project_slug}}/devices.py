@@ -1,13 +1,16 @@
 """The devices of this process: joining the others, finding them, refusing what does not fit."""
 
 import collections
+import logging
 import os
 import re
 
 import jax
 
-from . import processes
+from . import accelerators, processes
 from .config import Config, SettingError
+
+log = logging.getLogger(__package__)
 
 
 def open_devices(config: Config) -> None:
@@ -15,6 +18,11 @@ def open_devices(config: Config) -> None:
     select_platform(config)
     processes.join()
     require_devices(config)
+    unused = accelerators.left_on_cpu(config.platform, jax.default_backend())
+    if unused and unused.wanted:
+        raise SettingError(str(unused))
+    if unused:
+        log.warning("%s", unused)
 
 
 def select_platform(config: Config) -> None:
@@ -41,8 +49,8 @@ def require_devices(config: Config) -> None:
         advice = (
             "another process of this machine holds it: stop that, or wait"
             if "in use" in str(error)
-            else 'install the matching extra (pip install -e ".[cuda13]", "[cuda12]" or "[tpu]"), '
-            "check the driver, or use --platform auto without JAX_PLATFORMS"
+            else "install the extra of your hardware (make setup EXTRAS=cuda13,dev, or cuda12 or "
+            "tpu), check the driver, or use --platform auto without JAX_PLATFORMS"
         )
         asked = os.environ.get("JAX_PLATFORMS") if config.platform == "auto" else None
         raise SettingError(

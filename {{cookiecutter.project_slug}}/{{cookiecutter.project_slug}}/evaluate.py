@@ -22,7 +22,7 @@ import numpy as np
 from . import batches, command_line, data, devices, facts, logs, mesh, task, terminal
 from .checkpoint import Checkpoints, Damaged
 from .config import Config, MeshConfig, SettingError
-from .failures import explained
+from .failures import explained, fetch
 from .train_state import TrainState, plan_train_state
 from .train_step import Metrics, eval_step
 from .watchdog import Watchdog
@@ -48,7 +48,7 @@ def evaluate(
             parts.append(score_batch(state, batch))
             if len(parts) > 2:  # no more than a few batches wait in the device's memory
                 jax.block_until_ready(parts[-3])
-    parts = jax.device_get(parts)
+    parts = fetch(parts)
 
     def total(name, i):
         # In float64, on the host: float32 would lose digits over many batches.

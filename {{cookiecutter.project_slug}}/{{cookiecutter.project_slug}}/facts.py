@@ -1,5 +1,6 @@
 """What is known of a run: config.json, and what changed since the run was last started."""
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -62,13 +63,12 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
 
 def code() -> dict[str, str]:
     """A digest of each file of this package."""
-    package = Path(__file__).parent
-    return {
-        os.fspath(file.relative_to(package)): hashlib.blake2b(
-            file.read_bytes(), digest_size=8
-        ).hexdigest()
-        for file in sorted(package.rglob("*.py"))
-    }
+    package, digests = Path(__file__).parent, {}
+    with contextlib.suppress(OSError):  # a package that is no directory to read, as in a zip file
+        for file in sorted(package.rglob("*.py")):
+            digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
+            digests[os.fspath(file.relative_to(package))] = digest.hexdigest()
+    return digests
 
 
 @functools.cache
@@ -108,6 +108,8 @@ def announce(run: Any, data: Data, step: int, advice: list[str]) -> None:
         *(config.total_steps, config.total_steps / (rows // size), rows // size),
         f"; {rows % size} rows are left over in each, others every time" if rows % size else "",
     )
+    if config.optimizer.weight_decay:
+        log.info("weight decay on %d arrays named kernel", len(known["weight_decay_on"]))
     for line in run.changes:
         log.info("%s", line)
     for line in (*data.warnings, *advice):

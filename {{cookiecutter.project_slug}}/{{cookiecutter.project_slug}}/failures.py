@@ -3,11 +3,21 @@
 import contextlib
 import re
 from collections.abc import Generator
+from typing import Any
 
 import jax
 
 from .config import Config
 from .watchdog import Watchdog
+
+
+def fetch(tree: Any) -> Any:
+    """The arrays of a tree as NumPy's. Raises the error of the computation that made them.
+
+    Without waiting first, JAX hangs for ever on an array that could not be computed for lack of
+    memory.
+    """
+    return jax.device_get(jax.block_until_ready(tree))
 
 
 class OutOfMemory(RuntimeError):

@@ -16,6 +16,7 @@ from . import stop, task, terminal
 from .checkpoint import Progress
 from .config import Config
 from .events import Events
+from .failures import fetch
 from .train_state import TrainState
 from .train_step import COUNTERS
 from .watchdog import Watchdog
@@ -118,7 +119,7 @@ class Recorder:
         if self.due is None:
             return
         (step, totals, guard), self.due = self.due, None
-        totals, guard = jax.device_get((totals, guard))
+        totals, guard = fetch((totals, guard))
         self.tick()
         self.check(step, guard)
         self.show("train", step, totals, guard)
@@ -132,7 +133,7 @@ class Recorder:
 
     def check(self, step: int, guard) -> None:
         """Say what was skipped; raise Diverged if it was once too often in a row."""
-        guard = jax.device_get(guard)
+        guard = fetch(guard)
         counts = {name: int(guard[name]) for name in COUNTERS}
         in_a_row, limit = counts["skipped_in_a_row"], self.config.max_skipped_steps
         leaf = self.leaf_names[counts["first_bad_leaf"]]

@@ -58,10 +58,14 @@ class Owner:
             "pid": os.getpid(),
             "since": datetime.now().isoformat(" ", "seconds"),
         }
-        file.truncate(0)
-        file.write(json.dumps(own) + "\n")
-        file.flush()
         self.file = file
+        try:
+            file.truncate(0)
+            file.write(json.dumps(own) + "\n")
+            file.flush()
+        except OSError:  # the disk is full
+            self.release()
+            raise
 
     def is_held(self, other: dict[str, Any], is_free: bool | None) -> bool:
         """Whether the process in the file still trains. On this host the lock tells."""
@@ -92,7 +96,8 @@ class Owner:
         if self.file:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-            self.file.close()
+            with contextlib.suppress(OSError):  # it writes out what it has
+                self.file.close()
             self.file = None
 
 

@@ -17,7 +17,9 @@ def prepare() -> None:
         print("loading JAX and Flax ...", file=sys.stderr, flush=True)
     unused = accelerators.unused_accelerator(platform_of(words))
     if unused:
-        accelerators.report(unused)
+        print(f"{'error' if unused.wanted else 'warning'}: {unused}", file=sys.stderr, flush=True)
+        if unused.wanted:
+            sys.exit(stop.BAD_SETTING)
 
 
 def platform_of(words: list[str]) -> str:

@@ -21,6 +21,7 @@ from .evaluate import evaluate
 from .failures import explained
 from .init_from import restore_params
 from .metrics import Diverged, Recorder
+from .optimizer import decayed
 from .train_state import plan_train_state
 from .train_step import compile_train_step, eval_step
 from .watchdog import Watchdog
@@ -69,12 +70,13 @@ def train(
         with watchdog.waiting_for("creating or restoring the train state"):
             create, abstract = plan_train_state(config, dataset, grid)
             checkpoints = closing.enter_context(contextlib.closing(Checkpoints(run.path)))
-            state, progress = checkpoints.restore_latest(abstract) or (create(), Progress())
+            found = checkpoints.restore_latest(abstract)
+            state, progress = found or (jax.block_until_ready(create()), Progress())
             step = start = saved = int(state.step)
             if step == 0 and config.init_from:
                 state = state.start_from(restore_params(Path(config.init_from), state.params))
-            state = jax.block_until_ready(state)
         lines = advice.check(config, dataset, state, run.earlier)
+        run.facts["weight_decay_on"] = decayed(state.params)["decayed"]
         run.accept()
         facts.announce(run, dataset, step, lines)
         progress.extend(config.total_steps)
@@ -158,6 +160,8 @@ def train(
             good = max(checkpoints.steps, default="none")
             log.error("%s; last good checkpoint: %s", error, good)
         except Exception:
+            with contextlib.suppress(Exception):  # the metrics may be what failed
+                recorder.finish(step, totals, guard)
             checkpoints.rescue(step, state, progress)
             raise
     result = run.end(

@@ -5,6 +5,7 @@ files, but without the seconds that imports take.
 The functions of a child get `get`, which imports a module of the generated package by its name.
 """
 
+import contextlib
 import hashlib
 import importlib
 import io
@@ -318,6 +319,28 @@ def train_in_turn(get, *runs):
     """Call main() for each list of flags, in one process; return the results."""
     parse = get("command_line").parse_settings
     return [get("train").main(parse(list(words))) for words in runs]
+
+
+def try_settings(get, cases):
+    """For each list of flags: the exit code, what was printed, and how much was compiled."""
+    import jax
+
+    compiled, answers = [], []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: (
+            event.endswith("backend_compile_duration") and compiled.append(1)
+        )
+    )
+    for words in cases:
+        compiled.clear()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                code = train(get, *words)
+            except BaseException as error:
+                code = f"{type(error).__name__}: {error}"
+        answers.append([code, printed.getvalue(), len(compiled)])
+    return answers
 
 
 def read_state(get, workdir, checkpoint="latest"):

@@ -4,7 +4,6 @@ The functions under "What children do" run in children of children.py.
 """
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -43,6 +42,7 @@ from children import (
     train,
     train_in_turn,
     train_with,
+    try_settings,
 )
 
 pytestmark = pytest.mark.slow
@@ -133,28 +133,6 @@ def rename_layer(get, _):
         return model._replace(init=init, apply=apply)
 
     train_state.create_model = renamed
-
-
-def try_settings(get, cases):
-    """For each list of flags: the exit code, what was printed, and how much was compiled."""
-    import jax
-
-    compiled, answers = [], []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: (
-            event.endswith("backend_compile_duration") and compiled.append(1)
-        )
-    )
-    for words in cases:
-        compiled.clear()
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            try:
-                code = train(get, *words)
-            except BaseException as error:
-                code = f"{type(error).__name__}: {error}"
-        answers.append([code, printed.getvalue(), len(compiled)])
-    return answers
 
 
 def damage(file, kind):

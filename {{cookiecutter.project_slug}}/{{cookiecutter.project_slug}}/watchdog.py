@@ -46,7 +46,7 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(LAST_WORDS)
 
     def moved(self) -> bool:
         """Note that a step, or a batch of an evaluation, was finished. True: go on."""

@@ -64,8 +64,8 @@ LIBRARIES = words("""
 OWN = words("""
     accelerators advice batches bench check_flags checkpoint checks command_line config data devices
     digits evaluate events facts failures init_from logs mesh metrics model optimizer owner
-    processes sources startup stop task terminal train train_state train_step verify watchdog
-    workdir
+    processes progress sources startup stop task terminal train train_state train_step verify
+    watchdog workdir
     tests launch runs checkpoints src build dist scripts docs conftest setup venv xla_flags
     makefile readme license pyproject
 """)

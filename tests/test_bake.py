@@ -39,6 +39,7 @@ FILES = {
     *("my_flax_project/accelerators.py", "my_flax_project/advice.py", "my_flax_project/checks.py"),
     *("my_flax_project/command_line.py", "my_flax_project/devices.py", "my_flax_project/facts.py"),
     *("my_flax_project/failures.py", "my_flax_project/owner.py", "my_flax_project/sources.py"),
+    *("my_flax_project/progress.py",),
     *("my_flax_project/startup.py", "my_flax_project/terminal.py", "my_flax_project/watchdog.py"),
 }  # of the first choice of each question
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")

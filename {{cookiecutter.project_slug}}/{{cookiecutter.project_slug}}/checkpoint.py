@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
-import re
 import shutil
 from collections.abc import Generator
 from pathlib import Path
@@ -15,17 +13,15 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import task
 from .config import SettingError
-from .failures import fetch, is_out_of_memory
+from .failures import fetch, is_out_of_memory, is_outside, remedy, summary
 from .processes import gather, require_same, wait_for_all
+from .progress import Progress
 from .train_state import TrainState
 from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 
 log = logging.getLogger(__package__)
 
-# Words of errors that say nothing about the checkpoint itself.
-OUTSIDE = r"permission.denied|too many open files|stale file handle|transport endpoint"
 MODEL_FIELDS = ("params", "batch_stats", "ema")
 
 
@@ -39,42 +35,6 @@ class Damaged(SettingError):
 
 class Unreadable(SettingError):
     """A checkpoint cannot be read for a reason outside of it, such as missing permission."""
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a run must remember besides the train state."""
-
-    best_step: int | None = None
-    best_metric: float | None = None
-    evaluated_step: int = 0
-    """Last step whose evaluation was finished."""
-    evaluations_since_best: int = 0
-    first_loss: float | None = None
-    """Mean loss of the first log interval: a blow-up is judged by it."""
-    total_steps: int = 0
-    """Length of the run, which may grow."""
-
-    def extend(self, total_steps: int) -> None:
-        """Take note of the length of the run: an early stop was for the shorter one."""
-        if total_steps > self.total_steps:
-            self.total_steps, self.evaluations_since_best = total_steps, 0
-
-    def update(self, step: int, scores: dict[str, float]) -> bool:
-        """Take note of an evaluation; True if it is a new best.
-
-        Of equal ones the first is best. One with a metric that is not finite never is: accuracy,
-        for one, is a number even when the loss is NaN.
-        """
-        metric, is_finite = scores[task.BEST_METRIC], all(map(math.isfinite, scores.values()))
-        sign = 1 if task.HIGHER_IS_BETTER else -1
-        best = -math.inf if self.best_metric is None else sign * self.best_metric
-        is_best = is_finite and sign * metric > best
-        if is_best:
-            self.best_step, self.best_metric = step, metric
-        self.evaluated_step = step
-        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
-        return is_best
 
 
 class Checkpoints:
@@ -133,7 +93,7 @@ class Checkpoints:
                 self.save(step, state, progress)
                 self.wait()
             except Exception as error:  # of a machine in trouble: the first error matters more
-                why = _summary(error)
+                why = summary(error)
         if why:
             log.warning("step %d is not saved: %s", step, why)
         else:
@@ -154,8 +114,8 @@ class Checkpoints:
         except Exception as error:  # Orbax raises almost anything, with pages of its own functions
             self.failed = True
             raise SaveFailed(
-                f"a checkpoint could not be written to {self.directory}: {_summary(error)}. The "
-                f"ones before it are there: {_remedy(error)}, then go on with "
+                f"a checkpoint could not be written to {self.directory}: {summary(error)}. The "
+                f"ones before it are there: {remedy(error)}, then go on with "
                 f"--workdir {self.directory.parent}"
             ) from None
 
@@ -315,27 +275,11 @@ def _reading(step: int) -> Generator[None]:
     except Exception as error:  # TensorStore raises almost anything
         if is_out_of_memory(error):
             raise
-        if re.search(OUTSIDE, str(error), re.IGNORECASE):
+        if is_outside(error):
             raise Unreadable(
-                f"checkpoint {step} cannot be read now: {_summary(error)}. Mend that and try again"
+                f"checkpoint {step} cannot be read now: {summary(error)}. Mend that and try again"
             ) from error
-        raise Damaged(f"checkpoint {step} is damaged: {_summary(error)}") from error
-
-
-def _remedy(error: Exception) -> str:
-    """What helps against this failure of a write."""
-    if re.search(r"no space|quota|too large|resource_exhausted", str(error), re.IGNORECASE):
-        return "make room"
-    if re.search(r"permission|read-only", str(error), re.IGNORECASE):
-        return "make the directory writable"
-    return "mend that"
-
-
-def _summary(error: Exception) -> str:
-    """Both ends of the first line of an error, which may go on for pages."""
-    line = str(error).strip().partition("\n")[0].partition(" [")[0]
-    line = line if len(line) <= 200 else f"{line[:100]} ... {line[-100:]}"
-    return f"{type(error).__name__}: {line}"
+        raise Damaged(f"checkpoint {step} is damaged: {summary(error)}") from error
 
 
 def _items(state: TrainState) -> dict[str, dict]:

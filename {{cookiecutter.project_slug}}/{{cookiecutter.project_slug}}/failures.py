@@ -61,3 +61,25 @@ def memory_advice(config: Config, what: str) -> str:
         f"Try, in this order: {', '.join(ways)}. The last two need a new run; and see whether "
         f"another program holds the memory"
     )
+
+
+def is_outside(error: Exception) -> bool:
+    """Whether a failed read says nothing about the file itself."""
+    words = r"permission.denied|too many open files|stale file handle|transport endpoint"
+    return bool(re.search(words, str(error), re.IGNORECASE))
+
+
+def remedy(error: Exception) -> str:
+    """What helps against this failure of a write."""
+    if re.search(r"no space|quota|too large|resource_exhausted", str(error), re.IGNORECASE):
+        return "make room"
+    if re.search(r"permission|read-only", str(error), re.IGNORECASE):
+        return "make the directory writable"
+    return "mend that"
+
+
+def summary(error: Exception) -> str:
+    """Both ends of the first line of an error, which may go on for pages."""
+    line = str(error).strip().partition("\n")[0].partition(" [")[0]
+    line = line if len(line) <= 200 else f"{line[:100]} ... {line[-100:]}"
+    return f"{type(error).__name__}: {line}"

@@ -13,10 +13,10 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from . import stop, task, terminal
-from .checkpoint import Progress
 from .config import Config
 from .events import Events
 from .failures import fetch
+from .progress import Progress
 from .train_state import TrainState
 from .train_step import COUNTERS
 from .watchdog import Watchdog

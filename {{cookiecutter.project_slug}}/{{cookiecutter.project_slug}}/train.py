@@ -15,13 +15,14 @@ from typing import Any
 import jax
 
 from . import advice, batches, command_line, data, devices, facts, logs, mesh, processes, stop
-from .checkpoint import Checkpoints, Damaged, Progress, Unreadable
+from .checkpoint import Checkpoints, Damaged, Unreadable
 from .config import Config, check, resolve
 from .evaluate import evaluate
 from .failures import explained
 from .init_from import restore_params
 from .metrics import Diverged, Recorder
 from .optimizer import decayed
+from .progress import Progress
 from .train_state import plan_train_state
 from .train_step import compile_train_step, eval_step
 from .watchdog import Watchdog

@@ -20,6 +20,7 @@ from children import (
     TEXT,
     TEXT_NNX,
     flags,
+    paused,
     plain,
     read_state,
     train_with,
@@ -252,13 +253,15 @@ def straight(server, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "moment"),
-    [("SIGTERM", "compilation"), ("SIGTERM", "evaluation"), ("SIGUSR1", "step")],
+    [("SIGHUP", "compilation"), ("SIGTERM", "evaluation"), ("SIGUSR2", "step")],
 )
 def test_a_signal_to_one_process_stops_all_at_one_step(server, tmp_path, straight, name, moment):
     words = flags(server, IMAGES, workdir=tmp_path / "run", **LONG)
     texts = end(start(server, 2, words, hooks_of={1: {"signal_self": [moment, name]}}), 75)
     (step,) = re.findall(r"preempted at step (\d+)", texts[0])
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "preempted"
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    expected = ("preempted", "stopped by a signal to one of the processes")
+    assert (result["status"], result["reason"]) == expected
     texts = end(start(server, 2, words), 0)
     assert step == "0" or f"resumed at step {step}" in texts[0]
     assert server.start(read_state, tmp_path / "run").answer() == straight
@@ -365,6 +368,14 @@ def refused(server, words, *expected, **options):
         assert len(message) == 1 and "Traceback" not in text, text
         for word in expected:
             assert word in message[0], message[0]
+
+
+def test_a_run_directory_in_use_is_refused_by_all(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path / "run", mesh__data=-1)
+    run = paused(server, words, 3)
+    refused(server, words, f"process {run.pid} on", "training there since")
+    os.kill(run.pid, signal.SIGTERM)
+    run.ends_with(75)
 
 
 def test_processes_with_other_settings_are_named(server, tmp_path):

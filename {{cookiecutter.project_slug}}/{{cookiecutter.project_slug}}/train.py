@@ -183,7 +183,7 @@ def how_it_ends(
     """The status with which the run ends before this step, and why; None if it goes on."""
     if stopping:
         is_planned = step == config.stop_after_step and not stop.requested
-        signal = stop.requested or "a signal to another process"
+        signal = stop.requested or "a signal to one of the processes"
         return "preempted", f"--stop-after-step {step}" if is_planned else f"stopped by {signal}"
     patience = config.early_stopping_patience
     if 0 < patience <= progress.evaluations_since_best:

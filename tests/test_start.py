@@ -97,7 +97,7 @@ ADVICE = [
     ({"eval_every": 50}, "the only evaluation is at the last step"),
     ({"log_every": 50}, "the only log line comes at step 12"),
     ({"checkpoint_every": 0, "eval_every": 0}, "no checkpoint is saved before the end"),
-    ({"overfit_batches": 50}, "is more than the"),
+    ({"overfit_batches": 50, "model.dropout_rate": 0}, "is more than the"),
     ({"overfit_batches": 1, "model.dropout_rate": 0.5}, "keeps the loss of --overfit-batches"),
     ({"precision": "float16", "max_skipped_steps": 3}, "float16 may skip 16 updates"),
     ({"ema_decay": 0.999}, "rises to 0.591 only"),
@@ -139,7 +139,7 @@ def test_precision_and_accumulation_may_change_and_what_that_means_is_said(
     words = flags(server, package, workdir=tmp_path)
     server.start(train, *words, "--stop-after-step", "3", package=package).ends_with(75)
     for step, change in ((6, "bfloat16"), (9, "float16")):
-        words = ["--workdir", tmp_path, "--precision", change, "--stop-after-step", step]
+        words = ["--workdir", tmp_path, "--precision", change, "--stop-after-step", str(step)]
         text = server.start(train, *words, package=package).ends_with(75)
         assert f"-> {change} (from here on the network computes in it" in text
     words = ["--workdir", tmp_path, "--precision", "float32", "--accumulation-steps", "2"]

@@ -30,18 +30,13 @@ def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Set
         os.environ["COLUMNS"] = str(NARROW)
     name = Path(sys.argv[0]).stem
     try:
-        return tyro.cli(cls, args=arguments, prog=f"python -m {__package__}.{name}", **options)
-    except SystemExit:
-        flush_help()
-        raise
-
-
-def flush_help() -> None:
-    """Write out the help, whose reader may have left, as in `--help | head`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+        try:
+            return tyro.cli(cls, args=arguments, prog=f"python -m {__package__}.{name}", **options)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the help has seen enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def parse_settings(arguments: list[str]) -> Config:

@@ -1,5 +1,6 @@
 """The first half second of a command: signals, a line, and whether an accelerator goes unused."""
 
+import itertools
 import sys
 
 from . import accelerators, stop
@@ -24,7 +25,7 @@ def prepare() -> None:
 
 def platform_of(words: list[str]) -> str:
     """The value of --platform, which is read again with all other flags."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
         if name == "--platform":
             return value or following

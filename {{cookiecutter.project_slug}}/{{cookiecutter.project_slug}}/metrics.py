@@ -150,7 +150,7 @@ class Recorder:
             is_search = self.config.precision == "float16" and scale > 1
             log.warning(
                 "step %d: %d of the last %d updates were skipped, because the loss or a gradient "
-                "was not finite (the last one: %s)%s",
+                "was not finite; in the last of them first that of %s%s",
                 *(step, new, step - self.checked, leaf),
                 f"; float16's loss scale is now {scale:g}" if is_search else "",
             )

@@ -101,7 +101,7 @@ REFUSED_SLUGS = {
     ),
     "inside the project": words(
         "train model data task config optimizer train_state train_step mesh checkpoint metrics "
-        "evaluate predict doctor bench sources batches tests launch runs src build dist scripts "
+        "evaluate owner watchdog bench sources batches tests launch runs src build dist scripts "
         "docs Train"
     ),
     "on Windows": words("con nul aux prn com1 com9 lpt1 lpt9 CON con. Nul"),

@@ -57,7 +57,7 @@ FAULTS = {
     ),
     "padded rows count in an evaluation": (
         "batches.py",
-        '        batch["mask"][indices >= len(split)] = 0',
+        '        batch["mask"][places >= count] = 0',
         "        pass",
         "rows are tested once each",
     ),

@@ -48,7 +48,7 @@ def of_length(config: Config, steps_per_epoch: int, start: int) -> list[str]:
             f"--optimizer.warmup-steps {config.optimizer.warmup_steps} is shortened to "
             f"{total // 2}, half of the {total} steps"
         )
-    if config.log_every > total - start:
+    if start < total and total // config.log_every == start // config.log_every:
         lines.append(f"--log-every {config.log_every}: the only log line comes at step {total}")
     if not config.checkpoint_every and not config.eval_every:
         lines.append("no checkpoint is saved before the end: a run that is killed has none")
@@ -78,7 +78,7 @@ def of_evaluation(config: Config, data: Data) -> list[str]:
             f"--early-stopping-patience {config.early_stopping_patience} has no effect: with an "
             f"evaluation every {every} steps the run ends before, at step {total}"
         )
-    held_out = min(len(data.validation), len(data.test))
+    held_out = max(len(data.validation), len(data.test))
     if config.eval_batches * config.batch_size >= held_out:
         rows = f"{len(data.validation)} rows of validation and {len(data.test)} of the test"
         lines.append(f"--eval-batches {config.eval_batches} has no effect on all of the {rows}")

@@ -113,9 +113,10 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax raises almost anything, with pages of its own functions
             self.failed = True
+            there = "The ones before it are there." if self.steps else "There is no earlier one."
             raise SaveFailed(
-                f"a checkpoint could not be written to {self.directory}: {summary(error)}. The "
-                f"ones before it are there: {remedy(error)}, then go on with "
+                f"a checkpoint could not be written to {self.directory}: {summary(error)}. {there} "
+                f"{remedy(error).capitalize()}, then go on with "
                 f"--workdir {self.directory.parent}"
             ) from None
 
@@ -150,14 +151,17 @@ class Checkpoints:
                 log.warning("no evaluation chose a best checkpoint yet: step %d is used", steps[0])
                 return steps[0]
             raise SettingError(f"the best checkpoint, step {best}, is gone. {self.others(best)}")
+        if not steps:
+            raise SettingError(f"there is no checkpoint yet in {self.directory}")
         raise SettingError(
             f"--checkpoint {name}: must be best, latest or one of {steps}, the steps with a "
             f"checkpoint in {self.directory}"
         )
 
-    def others(self, step: int) -> str:
+    def others(self, step: int, as_start: bool = False) -> str:
         """What to use in place of this checkpoint."""
-        ways = [f"--checkpoint {other}" for other in self.steps if other != step]
+        there = self.directory if as_start else "--checkpoint"
+        ways = [f"{there}{'/' if as_start else ' '}{n}" for n in self.steps if n != step]
         return f"There are others: {', '.join(ways)}" if ways else "There is no other"
 
     def _best(self) -> int | None:
@@ -238,6 +242,8 @@ class Checkpoints:
 
         with _reading(step), ocp.StandardCheckpointer() as reader:
             saved = reader.metadata(self.directory / str(step) / "model").item_metadata
+            if saved is None:
+                raise ValueError("what it says of its arrays cannot be read")
             model = jax.tree_util.tree_map_with_path(abstract, saved.tree)
         return self._read(step, facts, {"model": model})["model"]["params"]
 

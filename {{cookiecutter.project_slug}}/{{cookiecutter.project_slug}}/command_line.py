@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from . import processes, stop
+from . import processes, stop, terminal
 from .config import Config, SettingError, build
 from .facts import read_facts
 from .failures import OutOfMemory
@@ -33,7 +33,8 @@ def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Set
         try:
             return tyro.cli(cls, args=arguments, prog=f"python -m {__package__}.{name}", **options)
         finally:
-            sys.stdout.flush()
+            if sys.stdout:
+                sys.stdout.flush()
     except BrokenPipeError:  # whoever reads the help has seen enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -79,16 +80,16 @@ def saved_config(path: Path) -> Config | None:
 
 def run(main: Callable[[], int]) -> int:
     """Call main and return its exit code, or that of its failure, which is shown."""
+    screen: Any = terminal.Screen(sys.stderr)
     try:
         return main()
     except SettingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=screen)
         return stop.BAD_SETTING
     except (processes.Unreachable, OutOfMemory) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=screen)
         processes.leave_at_once()
-        return stop.EXIT_CODES["failed"]
     except Exception:
-        traceback.print_exc()
+        traceback.print_exc(file=screen)
         processes.leave_at_once()
-        return stop.EXIT_CODES["failed"]
+    return stop.EXIT_CODES["failed"]

@@ -92,7 +92,7 @@ class Config:
     """Stop with a traceback where the first NaN is made; slow."""
     stall_timeout: int = 1800
     """Seconds without a finished step after which the run ends and shows every stack (0 = off).
-    Starting, compiling and saving may take ten times as long."""
+    All that is no training step, such as compiling and saving, may take ten times as long."""
     quiet: bool = False
     """Print warnings and errors only; train.log still gets everything."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -3,7 +3,7 @@
 from . import startup
 
 if __name__ == "__main__":
-    startup.prepare()  # first: the imports below take seconds
+    startup.prepare(takes_requests=False)  # first: the imports below take seconds
 
 import contextlib
 import dataclasses
@@ -123,8 +123,8 @@ def load_data(config: Config, trained_on: dict) -> data.Data:
         log.warning("this is other data than the run was trained on, split by its own rule")
     if dataset.num_outputs > trained_on["outputs"]:
         raise SettingError(
-            f"--data.path {config.data.path}: has {dataset.num_outputs} classes, and the run was "
-            f"trained on {trained_on['outputs']}"
+            f"this data has {dataset.num_outputs} classes, and the run was trained on "
+            f"{trained_on['outputs']}: give --data.path with the classes of the run"
         )
     return dataset._replace(num_outputs=trained_on["outputs"])
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from .config import Config, SettingError, build, flag, flatten
+from .config import Config, SettingError, build, check, flag, flatten
 from .data import Data
 from .task import BEST_METRIC
 
@@ -38,6 +38,7 @@ MEANING = {
     "precision": "from here on the network computes in it; parameters stay float32",
 }
 NOT_BIT_FOR_BIT = "this goes on correctly, but not bit for bit"
+OVER = ("completed", "early_stopped")
 CIRCUMSTANCES = ("devices", "processes", "xla_flags", "versions")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -121,7 +122,7 @@ def describe_end(path: Path, result: dict[str, Any], is_over: bool = False) -> s
     line = f"{path}: {'over, ' if is_over else ''}{result['status']} at step {result['step']}"
     if result.get("reason"):
         line += f": {result['reason']}"
-    if result.get("best_step") is not None:
+    if result.get("best_step") is not None and result.get("best_metric") is not None:
         line += f"; best step {result['best_step']}, {BEST_METRIC} {result['best_metric']:.4g}"
     ways = {
         "preempted": f"to go on: --workdir {path}",
@@ -155,6 +156,8 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     file = path / "config.json"
     needed = ("settings", "data", "platform", "devices", "processes", "versions")
     facts = read_json(file, *needed)
+    if facts is not None and not is_sound(facts):
+        facts = None
     checkpoints = glob.glob(os.path.join(glob.escape(os.fspath(path)), "checkpoints", "*"))
     if facts is None and (checkpoints or os.path.exists(file)):
         raise SettingError(
@@ -162,6 +165,20 @@ def read_facts(path: Path) -> dict[str, Any] | None:
             f"copy, or start a new --workdir, with --init-from {path} to go on from its parameters"
         )
     return facts
+
+
+def is_sound(facts: dict[str, Any]) -> bool:
+    """Whether the contents of config.json are of the form that describe() gives them."""
+    try:
+        config = build(Config, facts["settings"])
+        check(config)
+        return (
+            config.total_steps is not None
+            and facts["data"].keys() >= {"fingerprint", "outputs"}
+            and isinstance(facts["versions"], dict)
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> None:
@@ -235,9 +252,7 @@ def compare(
             lines.append(f"changed {name}: {old} -> {new} ({meaning})")
     grew = config.total_steps > earlier["settings"]["total_steps"]
     status = result and result["status"]
-    is_over = (status in ("completed", "early_stopped") and not grew) or (
-        status == "diverged" and not changed and not edited
-    )
+    is_over = (status in OVER and not grew) or (status == "diverged" and not changed and not edited)
     return lines, is_over
 
 

@@ -33,7 +33,8 @@ def restore_params(path: Path, params: Any) -> Any:
         try:
             found = leaves_by_name(checkpoints.read_params(step, params))
         except Damaged as error:
-            raise SettingError(f"--init-from {path}: {error}") from error
+            others = checkpoints.others(step, as_start=True)
+            raise SettingError(f"--init-from {path}: {error}. {others}") from error
     new = []
 
     def choose(path, param):

@@ -76,11 +76,15 @@ def open_log(workdir: Path) -> None:
     for kept in [handler for handler in log.handlers if isinstance(handler, Kept)]:
         log.removeHandler(kept)
         if jax.process_index() == 0:
-            file = LogFile(workdir / "train.log", encoding="utf-8", errors="backslashreplace")
+            try:
+                file = LogFile(workdir / "train.log", encoding="utf-8", errors="backslashreplace")
+            except OSError as error:
+                log.warning("train.log gets no lines (%s)", error)
+                return
             file.setFormatter(FILE_FORMAT)
+            log.addHandler(file)
             kept.setTarget(file)
             kept.flush()
-            log.addHandler(file)
 
 
 def end_logging() -> None:

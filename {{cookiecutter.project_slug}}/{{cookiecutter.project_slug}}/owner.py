@@ -17,7 +17,12 @@ from .config import SettingError
 log = logging.getLogger(__package__)
 
 HERE = platform.node()
+PATIENCE = 5.0  # seconds for an owner to write who it is
 SILENCE = 35.0  # seconds without a sign of life, three of which were due, after which it is dead
+
+
+_owned: set[Path] = set()
+"""Files that this process holds."""
 
 
 class Owner:
@@ -34,22 +39,24 @@ class Owner:
 
     def take(self) -> None:
         """Become the owner. Raises SettingError naming a process that is it already."""
+        if self.path in _owned:  # locks do not tell two runs of one process apart
+            self.refuse({"host": HERE, "pid": os.getpid(), "since": "this program's earlier call"})
+        deadline = time.monotonic() + PATIENCE
         while True:
             file = self.path.open("a+", encoding="utf-8")
             is_free = try_lock(file)
             file.seek(0)
             other = parse(file.read())
-            if is_free is False and not other:  # its owner is about to write who it is
+            if is_free is False:
                 file.close()
-                time.sleep(0.1)
+                if other or time.monotonic() > deadline:
+                    self.refuse(other)
+                time.sleep(0.1)  # it is about to write who it is
                 continue
-            if other and self.is_held(other, is_free):
+            is_elsewhere = is_free is None or other.get("host") != HERE
+            if other and is_elsewhere and self.is_alive():
                 file.close()
-                raise SettingError(
-                    f"{self.path.parent}: process {other.get('pid')} on {other.get('host')} has "
-                    f"been training there since {other.get('since')}. Wait for its end, stop it, "
-                    f"or give another --workdir"
-                )
+                self.refuse(other)
             if is_same_file(self.path, file):  # else its owner took it away at its end
                 break
             file.close()
@@ -59,6 +66,7 @@ class Owner:
             "since": datetime.now().isoformat(" ", "seconds"),
         }
         self.file = file
+        _owned.add(self.path)
         try:
             file.truncate(0)
             file.write(json.dumps(own) + "\n")
@@ -67,11 +75,13 @@ class Owner:
             self.release()
             raise
 
-    def is_held(self, other: dict[str, Any], is_free: bool | None) -> bool:
-        """Whether the process in the file still trains. On this host the lock tells."""
-        if is_free is not None and other.get("host") == HERE:
-            return not is_free
-        return self.is_alive()
+    def refuse(self, other: dict[str, Any]) -> None:
+        who = f"process {other['pid']} on {other['host']}" if other else "another process"
+        since = f" since {other['since']}" if other else ""
+        raise SettingError(
+            f"{self.path.parent}: {who} has been training there{since}. Wait for its end, stop it, "
+            f"or give another --workdir"
+        )
 
     def is_alive(self) -> bool:
         """Whether the file is renewed, by a process that may be on another host."""
@@ -93,6 +103,7 @@ class Owner:
 
     def release(self) -> None:
         """Own it no more."""
+        _owned.discard(self.path)
         if self.file:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -116,7 +127,8 @@ def parse(text: str) -> dict[str, Any]:
     """What the file says, nothing if it is empty or half written."""
     with contextlib.suppress(ValueError):
         found = json.loads(text)
-        return found if isinstance(found, dict) else {}
+        if isinstance(found, dict) and found.keys() >= {"host", "pid", "since"}:
+            return found
     return {}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from . import stop
+from . import stop, terminal
 from .config import SettingError, flag
 
 ARRIVAL, PATIENCE = 120, 24 * 3600  # seconds, until all have joined; for the slowest later on
@@ -111,14 +111,15 @@ def require_coordinator(address: str, rank: int, timeout: float) -> None:
 
 
 def leave_at_once() -> None:
-    """End this process after an exception of its own, when there are others.
+    """End this process after an exception.
 
-    At its exit JAX would wait minutes for those, which wait for this one, and then abort them all.
+    At a usual exit Python would wait for threads of Orbax, for ever after a save that failed, and
+    JAX minutes for the other processes, which wait for this one, and then abort them all.
     """
-    if jax.distributed.is_initialized():
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(stop.EXIT_CODES["failed"])
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        terminal.Screen(stream).flush()
+    os._exit(stop.EXIT_CODES["failed"])
 
 
 def wait_for_all(place: str) -> None:

@@ -2,23 +2,27 @@
 
 import itertools
 import sys
+from typing import Any
 
-from . import accelerators, stop
+from . import accelerators, stop, terminal
 
 
-def prepare() -> None:
+def prepare(takes_requests: bool = True) -> None:
     """Take stop requests and say what the wait is for, before anything heavy is imported.
 
-    Ends the process with exit code 2 when the project was generated for an accelerator that is
-    there, and JAX cannot use it.
+    A command that has nothing to save takes no requests: a signal ends it. This ends the process
+    with exit code 2 when the project was generated for an accelerator that is there, and JAX cannot
+    use it.
     """
-    stop.install_handlers()
+    if takes_requests:
+        stop.install_handlers()
+    screen: Any = terminal.Screen(sys.stderr)
     words = sys.argv[1:]
     if not {"--help", "-h", "--quiet", "--json"} & set(words):
-        print("loading JAX and Flax ...", file=sys.stderr, flush=True)
+        print("loading JAX and Flax ...", file=screen, flush=True)
     unused = accelerators.unused_accelerator(platform_of(words))
     if unused:
-        print(f"{'error' if unused.wanted else 'warning'}: {unused}", file=sys.stderr, flush=True)
+        print(f"{'error' if unused.wanted else 'warning'}: {unused}", file=screen, flush=True)
         if unused.wanted:
             sys.exit(stop.BAD_SETTING)
 

@@ -35,7 +35,8 @@ def install_handlers() -> None:
     """
     global _owns_process
     _owns_process = True
-    faulthandler.enable(sys.__stderr__)
+    if sys.__stderr__:
+        faulthandler.enable(sys.__stderr__)
     _take_over()
 
 

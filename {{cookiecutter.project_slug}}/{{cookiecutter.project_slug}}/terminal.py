@@ -1,6 +1,7 @@
 """What people see of a run on their terminal, where it must never fail for being shown."""
 
 import contextlib
+import io
 import logging
 import sys
 import time
@@ -26,8 +27,8 @@ class Screen:
     as with a lost ssh connection, shows nothing.
     """
 
-    def __init__(self, stream: TextIO):
-        self.stream = stream
+    def __init__(self, stream: TextIO | None):
+        self.stream = stream or io.StringIO()  # None: it was closed before Python started
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed

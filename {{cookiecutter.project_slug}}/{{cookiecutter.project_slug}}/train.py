@@ -91,7 +91,7 @@ def train(
 
         def score(name, split):
             """Metrics of the state on a split; None if a stop was requested meanwhile."""
-            with recorder.paused(step, guard), watchdog.waiting_for("evaluating", slack=1):
+            with recorder.paused(step, guard), watchdog.waiting_for("evaluating"):
                 stream = batches.eval_batches(split, config, sharding)
                 count = batches.count_eval_batches(split, config)
                 found = evaluate(score_batch, state, stream, count, name, recorder.keep_going)
@@ -147,7 +147,8 @@ def train(
             if status != "preempted":
                 if progress.best_step not in (None, step):
                     try:
-                        state, _ = checkpoints.restore(progress.best_step, abstract)
+                        with watchdog.waiting_for("restoring the best checkpoint"):
+                            state, _ = checkpoints.restore(progress.best_step, abstract)
                     except (Damaged, Unreadable) as error:
                         log.error("%s. The last step is tested in place of the best", error)
                 tested_step = int(state.step)
@@ -160,7 +161,7 @@ def train(
             status, reason, tested, tested_step = "diverged", str(error), None, None
             good = max(checkpoints.steps, default="none")
             log.error("%s; last good checkpoint: %s", error, good)
-        except Exception:
+        except (Exception, SystemExit):
             with contextlib.suppress(Exception):  # the metrics may be what failed
                 recorder.finish(step, totals, guard)
             checkpoints.rescue(step, state, progress)

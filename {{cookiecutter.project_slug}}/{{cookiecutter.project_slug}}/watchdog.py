@@ -33,7 +33,6 @@ class Watchdog:
         self.abandon: Callable[[str], None] = lambda reason: None
         self.beat: Callable[[], None] = lambda: None
         self.wait: str | None = None
-        self.slack = 1.0
         self.failed_in: str | None = None
         """The wait that an exception ended."""
         self.moves = 0
@@ -54,10 +53,9 @@ class Watchdog:
         return True
 
     @contextlib.contextmanager
-    def waiting_for(self, what: str, slack: float = SLACK) -> Generator[None]:
-        """Everything inside is one wait, which has a name and may take `slack` times the limit."""
-        outer = self.wait, self.slack
-        self.wait, self.slack = what, slack
+    def waiting_for(self, what: str) -> Generator[None]:
+        """Everything inside is one wait, which has a name and may take longer than a step."""
+        outer, self.wait = self.wait, what
         self.moves += 1
         try:
             yield
@@ -65,7 +63,7 @@ class Watchdog:
             self.failed_in = self.failed_in or what
             raise
         finally:
-            self.wait, self.slack = outer
+            self.wait = outer
             self.moves += 1
 
     def _look(self) -> None:
@@ -87,7 +85,7 @@ class Watchdog:
                 beaten = now
                 with contextlib.suppress(OSError):
                     self.beat()
-            if self.limit and idle > self.limit * self.slack:
+            if self.limit and idle > self.limit * (SLACK if what else 1):
                 self._end(what or "training", idle)
 
     def _end(self, what: str, idle: float) -> None:

@@ -17,7 +17,7 @@ import jax
 
 from . import logs, processes
 from .config import Config, SettingError
-from .facts import CIRCUMSTANCES, compare, read_facts, read_json, write_json
+from .facts import CIRCUMSTANCES, OVER, compare, read_facts, read_json, write_json
 from .failures import OutOfMemory, explained
 from .owner import Owner
 from .watchdog import Watchdog
@@ -38,7 +38,7 @@ class Run:
         self.changes, self.is_over = compare(path, self.earlier, self.result, facts, self.config)
         self.summary: Callable[[], dict[str, Any]] = dict
         """What else belongs into result.json; called at the end."""
-        self.is_accepted = False
+        self.is_accepted = self.has_begun = False
 
     def accept(self) -> None:
         """Nothing is wrong with the settings: from here on this start leaves traces."""
@@ -47,6 +47,7 @@ class Run:
 
     def begin(self) -> None:
         """Training begins: note with what, forget the end of an earlier start."""
+        self.has_begun = True
         place = self.config.data.path
         beside = os.path.relpath(os.path.expanduser(place), self.path) if place else None
         now = datetime.datetime.now().isoformat(" ", "seconds")
@@ -71,6 +72,8 @@ class Run:
             self.accept()
         is_explained = isinstance(error, (OutOfMemory, SettingError, type(None)))
         log.error("%s", reason, exc_info=None if is_explained else error, extra=logs.FILE_ONLY)
+        if self.result and self.result["status"] in OVER and not self.has_begun:
+            return  # of a run that is complete the result still holds
         try:
             self.end("failed", reason)
         except OSError as problem:
@@ -125,6 +128,7 @@ def claim(
                     closing.callback(owner.release)
                     watchdog.beat = owner.beat
                     # A directory that cannot be written would else be noticed much later.
+                    tempfile.TemporaryFile(dir=path / "checkpoints").close()
                     token = seen.enter_context(
                         tempfile.NamedTemporaryFile(dir=path, prefix=".shared-")
                     ).name
@@ -157,14 +161,14 @@ def find_run(name: str) -> Path:
         )
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if (path.parent.name, path.name) != ("runs", "latest") or (
-        path.is_symlink() and has_checkpoint(path)
+        path.is_symlink() and (has_checkpoint(path) or was_preempted(path))
     ):
         return path.resolve()
     runs = [run for run in path.parent.glob("*") if not run.is_symlink() and has_checkpoint(run)]
     if not runs:
         raise SettingError(
             f"{path}: there is no run to go on from, as no directory in {path.parent} has a "
-            f"checkpoint: start a new one, without --workdir"
+            f"checkpoint: train a new one first"
         )
 
     def age(run):
@@ -174,6 +178,11 @@ def find_run(name: str) -> Path:
     newest = max(runs, key=age)
     log.warning("%s leads to no run with a checkpoint: the newest that has one is %s", path, newest)
     return newest
+
+
+def was_preempted(run: Path) -> bool:
+    """Whether a run was stopped on request, which may be before its first step."""
+    return (read_json(run / "result.json") or {}).get("status") == "preempted"
 
 
 def has_checkpoint(run: Path) -> bool:

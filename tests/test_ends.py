@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import types
@@ -219,6 +220,43 @@ def fail_in_step(get, step):
         return failing, *rest
 
     module.compile_train_step = compile_failing
+
+
+def test_a_failed_start_keeps_the_result_of_a_complete_run(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path)
+    server.start(train, *words).ends_with(0)
+    before = result_of(tmp_path)
+    words = flags(server, IMAGES, workdir=tmp_path, total_steps=20)
+    text = server.start(train_with, {"break_the_model": None}, *words).ends_with(1)
+    assert "the model is broken" in text and "the model is broken" in log_of(tmp_path)
+    assert result_of(tmp_path) == before
+    server.start(train, *words).ends_with(0)
+    assert result_of(tmp_path)["step"] == 20
+
+
+def break_the_model(get, _):
+    def compile_nothing(*_):
+        raise TypeError("the model is broken")
+
+    get("train").compile_train_step = compile_nothing
+
+
+def test_a_save_that_is_not_allowed_ends_the_process(server):
+    """Orbax leaves threads behind that Python would wait for."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        words = flags(server, IMAGES, workdir=f"{place}/run", eval_every=0, checkpoint_every=6)
+        run = server.start(train_with, {"lose_rights_before": 4}, *words)
+        assert run.wait(60) == 1
+    assert "could not be written" in run.text and "ake the directory writable" in run.text
+
+
+def lose_rights_before(get, step):
+    def act():
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+
+    before_step(get, step, act)
 
 
 # ------------------------------------------------------------------------------------------ Stalls

@@ -179,6 +179,24 @@ def be_impatient(get, seconds):
     get("owner").SILENCE = float(seconds)
 
 
+def test_one_process_cannot_run_twice_in_one_directory(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path)
+    text = server.start(train_with, {"run_again_before": 5}, *words).ends_with(0)
+    assert "refused" in text and "this program's earlier call" in text
+    assert result_of(tmp_path)["status"] == "completed"
+
+
+def run_again_before(get, step):
+    def act():
+        config = get("command_line").parse_settings(sys.argv[1:])
+        try:
+            get("train").main(config)
+        except get("config").SettingError as error:
+            print("refused:", error)
+
+    before_step(get, step, act)
+
+
 # ------------------------------------------------------------------------------- What was moved
 
 

@@ -167,7 +167,7 @@ def trains(run: Path, restarts: int) -> bool:
     """Whether a run has trained since it was started again so often."""
     log = run / "train.log"
     starts = log.read_text().split(": resumed at step ") if log.exists() else []
-    return len(starts) == restarts + 1 and "train step" in starts[-1]
+    return len(starts) == restarts + 1 and "train step " in starts[-1]
 
 
 def test_a_cancelled_slurm_job_saves_and_stays_cancelled(slurm, project):

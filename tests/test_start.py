@@ -172,7 +172,7 @@ def test_a_refused_change_names_a_way_on_that_works(server, tmp_path):
 def test_every_wait_says_what_it_is_for(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
     text = server.start(train_with, {"say_waits_at_once": None}, *words).ends_with(0)
-    waits = ["reading the data", "creating or restoring", "compiling the train step", "evaluating"]
+    waits = ["reading the data", "creating or restoring", "compiling the step", "evaluating"]
     found = [text.find(f"{wait}") for wait in waits]
     assert found == sorted(found) and found[0] >= 0, text
 

@@ -99,7 +99,7 @@ def train(
 
         try:
             # ---------------------------------------------------------------- The compiled step
-            with watchdog.waiting_for("compiling the train step"):
+            with watchdog.waiting_for("compiling the step"):
                 train_step, fresh_totals, recorder.costs = compile_train_step(
                     config, abstract, dataset.train, grid
                 )

@@ -153,12 +153,11 @@ def test_a_slurm_job_that_is_stopped_goes_on_and_ends_as_if_never_stopped(slurm,
         wait_until(lambda n=number: int(slurm.field(job, "Restarts")) > n, 120, why)
         (project.root / "slow").unlink()
 
-    def is_over():
+    def is_complete():  # a job that is being requeued counts as FAILED for a moment
         slurm.start_now(job)
-        return slurm.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        return slurm.field(job, "JobState") == "COMPLETED"
 
-    wait_until(is_over, 180, why)
-    assert slurm.field(job, "JobState") == "COMPLETED", why()
+    wait_until(is_complete, 180, why)
     assert (run / "train.log").read_text().count("resumed at step") == len(stops)
     assert project.outcome(run) == straight
 

@@ -261,6 +261,12 @@ def train(get, *words):
     return get("train").cli()
 
 
+def evaluate(get, *words):
+    """What `python -m <package>.evaluate` does."""
+    sys.argv = ["evaluate.py", *words]
+    return get("evaluate").cli()
+
+
 def train_with(get, hooks, *words):
     """Train with things happening on the way: {name of a function of the tests: its argument}."""
     for name, argument in hooks.items():

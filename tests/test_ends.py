@@ -27,6 +27,7 @@ from children import (
     TEXT,
     TEXT_NNX,
     before_step,
+    evaluate,
     flags,
     kill,
     one_message,
@@ -40,11 +41,6 @@ from children import (
 pytestmark = pytest.mark.slow
 
 PACKAGES = [f"{task}_{api}" for task, api in COMBINATIONS]
-
-
-def evaluate(get, *words):
-    sys.argv = ["evaluate.py", *words]
-    return get("evaluate").cli()
 
 
 def log_of(workdir):

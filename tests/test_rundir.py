@@ -16,6 +16,7 @@ from children import (
     TEXT,
     TEXT_NNX,
     before_step,
+    evaluate,
     flags,
     kill,
     one_message,
@@ -28,11 +29,6 @@ from children import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def evaluate(get, *words):
-    sys.argv = ["evaluate.py", *words]
-    return get("evaluate").cli()
 
 
 def everything(directory):

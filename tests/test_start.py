@@ -16,6 +16,7 @@ from children import (
     TEXT,
     TEXT_NNX,
     before_step,
+    evaluate,
     flags,
     one_message,
     result_of,
@@ -246,11 +247,6 @@ def test_an_evaluation_can_be_a_sample(server, tmp_path, package):
     scores = json.loads(text)
     assert scores["num_examples"] > 4
     assert ("largest_class" in scores) == ("image" in package)
-
-
-def evaluate(get, *words):
-    sys.argv = ["evaluate.py", *words]
-    return get("evaluate").cli()
 
 
 def test_long_passes_show_how_far_they_are(server, tmp_path):

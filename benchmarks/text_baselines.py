@@ -18,7 +18,7 @@ from pathlib import Path
 def main(project: str, *flags: str) -> None:
     sys.path.insert(0, project)
     package = next(Path(project).glob("*/train.py")).parent.name
-    config = importlib.import_module(f"{package}.command_line").parse_settings(list(flags))
+    config = importlib.import_module(f"{package}.runtime.command_line").parse_settings(list(flags))
     data = importlib.import_module(f"{package}.data").load(config)
     train, test = ([bytes(t) + b"\0" for t in s.texts] for s in (data.train, data.test))
     sizes = [(len(s), sum(map(len, s))) for s in (train, data.validation.texts, test)]

@@ -62,10 +62,8 @@ LIBRARIES = words("""
     charset_normalizer dateutil python_dateutil filelock multidict aiohttp yarl matplotlib sklearn
 """)
 OWN = words("""
-    accelerators advice batches bench check_flags checkpoint checks command_line config data devices
-    digits evaluate events facts failures init_from logs mesh metrics model optimizer owner
-    processes progress sources startup stop task terminal train train_state train_step verify
-    watchdog workdir
+    batches checks config data digits evaluate mesh model optimizer runtime sources task tools train
+    train_state train_step
     tests launch runs checkpoints src build dist scripts docs conftest setup venv xla_flags
     makefile readme license pyproject
 """)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .config import SettingError
-from .terminal import track
+from .runtime.terminal import track
 
 BLOCK = 2**20  # values at a time: a copy of everything would double the memory
 ARRAYS = "`images` [rows, height, width] or [rows, height, width, channels] and `labels` [rows]"

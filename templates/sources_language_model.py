@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .config import SettingError
-from .terminal import track
+from .runtime.terminal import track
 
 SEPARATOR = 0  # stands before and after each text: the model starts from it and ends with it
 LARGE = 2**24  # bytes from which on a file is mapped into memory instead of read

@@ -256,7 +256,7 @@ def kill(run):
 
 def train(get, *words):
     """What `python -m <package>.train` does."""
-    get("stop").install_handlers()
+    get("runtime.stop").install_handlers()
     sys.argv = ["train.py", *words]
     return get("train").cli()
 
@@ -303,7 +303,7 @@ def pause_before(get, arguments):
     def act():
         with open(fifo, "w") as file:
             file.write("here")
-        while get("stop").requested is None:
+        while get("runtime.stop").requested is None:
             time.sleep(0.01)
 
     before_step(get, step, act)
@@ -311,7 +311,7 @@ def pause_before(get, arguments):
 
 def save_synchronously(get, _):
     """So that a test knows which checkpoints there are when it kills."""
-    cls = get("checkpoint").Checkpoints
+    cls = get("runtime.checkpoint").Checkpoints
     save = cls.save
 
     def save_and_wait(self, *args):
@@ -323,7 +323,7 @@ def save_synchronously(get, _):
 
 def train_in_turn(get, *runs):
     """Call main() for each list of flags, in one process; return the results."""
-    parse = get("command_line").parse_settings
+    parse = get("runtime.command_line").parse_settings
     return [get("train").main(parse(list(words))) for words in runs]
 
 

@@ -233,7 +233,7 @@ def watch(project: Path, flags: list[str]) -> int:
     """Train like `python -m <package>.train`, noting each batch, and fail as $STOP says."""
     package = next(project.glob("*/train.py")).parent.name
     sys.path.insert(0, str(project))
-    importlib.import_module(f"{package}.stop").install_handlers()
+    importlib.import_module(f"{package}.runtime.stop").install_handlers()
     seen = Path(os.environ["SEEN"]).open("a", buffering=1)  # noqa: SIM115
     seen.write("started\n")
     train = importlib.import_module(f"{package}.train")

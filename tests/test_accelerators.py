@@ -8,7 +8,7 @@ import sys
 import bake
 import pytest
 
-FILE = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2) / "accelerators.py"
+FILE = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2, "runtime") / "accelerators.py"
 PCI = "sys/bus/pci/devices/0000:00:04.0"
 GPU = {"dev/nvidia0": "", "dev/nvidiactl": "", "proc/driver/nvidia/version": ""}
 TPU = {"dev/vfio/0": "", f"{PCI}/vendor": "0x1ae0\n", f"{PCI}/class": "0x120000\n"}

@@ -22,25 +22,23 @@ from test_pre_gen import GOOD, NASTY, SETTINGS, shown, with_derived
 
 TEMPLATE = bake.ROOT / "{{cookiecutter.project_slug}}"
 COMBINATIONS = list(itertools.product(SETTINGS["task"], SETTINGS["flax_api"]))
+PACKAGE_FILES = """
+    __init__ batches checks config data evaluate mesh model optimizer sources task train train_state
+    train_step
+    runtime/__init__ runtime/accelerators runtime/advice runtime/checkpoint runtime/command_line
+    runtime/devices runtime/digests runtime/events runtime/failures runtime/init_from runtime/logs
+    runtime/manifest runtime/owner runtime/processes runtime/progress runtime/recorder
+    runtime/startup runtime/stop runtime/terminal runtime/watchdog runtime/workdir
+    tools/__init__ tools/bench tools/check_flags
+"""
 FILES = {
     *(".gitattributes", ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md"),
     *("launch.sh", "launch/Dockerfile", "launch/jobset.yaml", "launch/slurm.sbatch"),
-    *("pyproject.toml", "xla_flags.env"),
-    *("my_flax_project/__init__.py", "my_flax_project/batches.py", "my_flax_project/checkpoint.py"),
-    *("my_flax_project/config.py", "my_flax_project/data.py", "my_flax_project/digits.npz"),
-    *("my_flax_project/evaluate.py", "my_flax_project/mesh.py", "my_flax_project/metrics.py"),
-    *("my_flax_project/model.py", "my_flax_project/optimizer.py", "my_flax_project/stop.py"),
-    *("my_flax_project/task.py", "my_flax_project/train.py", "my_flax_project/train_state.py"),
-    *("my_flax_project/train_step.py", "my_flax_project/workdir.py", "my_flax_project/verify.py"),
-    *("my_flax_project/events.py", "my_flax_project/init_from.py", "my_flax_project/logs.py"),
-    *("my_flax_project/processes.py", "my_flax_project/check_flags.py"),
+    *("pyproject.toml", "setup.sh", "xla_flags.env"),
+    *(f"my_flax_project/{name}.py" for name in PACKAGE_FILES.split()),
+    "my_flax_project/digits.npz",
     *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_run.py"),
-    *("tests/test_task.py", "tests/test_train_step.py", "my_flax_project/bench.py", "setup.sh"),
-    *("my_flax_project/accelerators.py", "my_flax_project/advice.py", "my_flax_project/checks.py"),
-    *("my_flax_project/command_line.py", "my_flax_project/devices.py", "my_flax_project/facts.py"),
-    *("my_flax_project/failures.py", "my_flax_project/owner.py", "my_flax_project/sources.py"),
-    *("my_flax_project/progress.py",),
-    *("my_flax_project/startup.py", "my_flax_project/terminal.py", "my_flax_project/watchdog.py"),
+    *("tests/test_task.py", "tests/test_train_step.py"),
 }  # of the first choice of each question
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 

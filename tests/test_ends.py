@@ -79,7 +79,7 @@ def test_nohup_keeps_a_run_going(server, tmp_path):
 
 def ignore_sighup(get, _):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    get("stop").install_handlers()
+    get("runtime.stop").install_handlers()
 
 
 def test_a_terminal_that_goes_away(server, tmp_path):
@@ -140,7 +140,7 @@ def test_main_in_a_notebook(server, tmp_path, package):
 
 def call_main(get, workdir, *words):
     """What a notebook does: no handlers of train.py's own, interrupts, main() again."""
-    config = get("command_line").parse_settings(list(words))
+    config = get("runtime.command_line").parse_settings(list(words))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     original, count = get("batches").train_batches, [1]
 
@@ -272,7 +272,7 @@ def test_a_stall_is_written_down_with_the_stacks(server, tmp_path, package, hook
 
 
 def hurry(get, _):
-    get("watchdog").SLACK = 1.5
+    get("runtime.watchdog").SLACK = 1.5
 
 
 def hang(*_):
@@ -288,12 +288,12 @@ def hang_in_data(get, _):
 
 
 def hang_in_save(get, _):
-    get("checkpoint").Checkpoints.save = hang
+    get("runtime.checkpoint").Checkpoints.save = hang
 
 
 def test_a_pause_of_the_machine_is_no_stall(monkeypatch):
     """By a clock that jumps, as it does after SIGSTOP."""
-    watchdog = load("watchdog")
+    watchdog = load("runtime.watchdog")
     ended, clock = [], [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
     dog = watchdog.Watchdog(limit=10)

@@ -11,8 +11,8 @@ import sys
 import bake
 import pytest
 
-CHECKER = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2) / "check_flags.py"
-FLAGS_FILE = CHECKER.parent.parent / "xla_flags.env"
+CHECKER = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2, "tools") / "check_flags.py"
+FLAGS_FILE = CHECKER.parents[2] / "xla_flags.env"
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("jaxlib"), reason="jaxlib is not installed here"
@@ -25,10 +25,10 @@ def check(tmp_path_factory):
 
     def check(accelerator="cuda12", **variables):
         root = tmp_path_factory.mktemp("project")
-        (root / "net").mkdir()
+        (root / "net/tools").mkdir(parents=True)
         text = bake.render(FLAGS_FILE.read_text(encoding="utf-8"), {"accelerator": accelerator})
         (root / "xla_flags.env").write_text(text, encoding="utf-8")
-        return run(shutil.copy(CHECKER, root / "net"), variables)
+        return run(shutil.copy(CHECKER, root / "net/tools"), variables)
 
     return check
 

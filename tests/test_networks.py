@@ -267,7 +267,10 @@ def test_losses_in_low_precision_agree(project):
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(project, tmp_path):
-    checkpoint, plan = project.module("checkpoint"), project.module("train_state").plan_train_state
+    checkpoint, plan = (
+        project.module("runtime.checkpoint"),
+        project.module("train_state").plan_train_state,
+    )
     state, step, _ = project.start_once()
     state, _ = step(state, project.batch())
     with contextlib.closing(checkpoint.Checkpoints(tmp_path)) as checkpoints:

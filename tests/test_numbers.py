@@ -721,7 +721,10 @@ def test_the_steps_compile_once_fresh_and_resumed(project, monkeypatch, tmp_path
 @only(TWO_COMBINATIONS)
 def test_a_checkpoint_is_restored_on_any_mesh_bit_for_bit(project, monkeypatch, tmp_path):
     monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
-    checkpoint, plan = project.module("checkpoint"), project.module("train_state").plan_train_state
+    checkpoint, plan = (
+        project.module("runtime.checkpoint"),
+        project.module("train_state").plan_train_state,
+    )
     config = project.config(dict(name="adamw"), precision="float16")
     meshes = [project.mesh(*shape) for shape in ((1, 4), (1, 1), (4, 1), (2, 2), (1, 4))]
     for step, (mesh, other) in enumerate(itertools.pairwise(meshes)):
@@ -779,7 +782,7 @@ OTHERS = {"key": lambda: jax.random.key(7), "done": lambda: jnp.array([True, Fal
 def test_a_field_added_to_the_state_is_trained_with_saved_and_restored(
     project, fields, monkeypatch, tmp_path
 ):
-    train_state, checkpoint = project.module("train_state"), project.module("checkpoint")
+    train_state, checkpoint = project.module("train_state"), project.module("runtime.checkpoint")
     create_state = train_state.create_train_state
     types = {name: jax.Array for name in fields}
     edited = type("Edited", (train_state.TrainState,), {"__annotations__": types})

@@ -86,7 +86,7 @@ def note_batches(get, file):
 
 def note_losses(get, file):
     """Write what goes to TensorBoard, in full, to this file."""
-    recorder = get("metrics").Recorder
+    recorder = get("runtime.recorder").Recorder
     write = recorder.write
 
     def noting(self, kind, step, metrics):
@@ -220,7 +220,7 @@ def bytes_per_device(get, devices, *words):
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
-    config = get("command_line").parse_settings([*words, "--mesh.fsdp", str(devices)])
+    config = get("runtime.command_line").parse_settings([*words, "--mesh.fsdp", str(devices)])
     dataset = get("data").load(config)
     grid = get("mesh").create_mesh(config.mesh, config.batch_size, 1)
     create, _ = get("train_state").plan_train_state(config, dataset, grid)
@@ -404,7 +404,7 @@ def test_processes_in_other_circumstances_are_named(server, tmp_path, hook, expe
 
 
 def other_flax(get, _):
-    facts = get("facts")
+    facts = get("runtime.manifest")
     found = facts.metadata.version
 
     class Metadata:
@@ -457,7 +457,7 @@ def test_a_run_directory_that_is_not_shared_is_noticed(server, tmp_path):
 
 def hide_from_this_process(get, directory):
     """What another host sees there: a directory of the same name without what process 0 wrote."""
-    workdir, exists = get("workdir"), os.path.exists
+    workdir, exists = get("runtime.workdir"), os.path.exists
 
     class Shadow:
         def __init__(self, original, **replaced):
@@ -513,7 +513,7 @@ def test_a_stop_request_while_the_others_are_not_there(server, tmp_path, others_
 
 def signal_while_waiting(get, _):
     """SIGTERM to this process when it finds nobody at the coordinator's address."""
-    processes = get("processes")
+    processes = get("runtime.processes")
     sleep = time.sleep
 
     class Time:
@@ -521,7 +521,7 @@ def signal_while_waiting(get, _):
 
         @staticmethod
         def sleep(seconds):
-            if get("stop").requested is None:
+            if get("runtime.stop").requested is None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 print("sent", flush=True)
             sleep(seconds)

@@ -172,7 +172,7 @@ def test_an_owner_on_another_host_is_known_by_its_signs_of_life(server, tmp_path
 
 
 def be_impatient(get, seconds):
-    get("owner").SILENCE = float(seconds)
+    get("runtime.owner").SILENCE = float(seconds)
 
 
 def test_one_process_cannot_run_twice_in_one_directory(server, tmp_path):
@@ -184,7 +184,7 @@ def test_one_process_cannot_run_twice_in_one_directory(server, tmp_path):
 
 def run_again_before(get, step):
     def act():
-        config = get("command_line").parse_settings(sys.argv[1:])
+        config = get("runtime.command_line").parse_settings(sys.argv[1:])
         try:
             get("train").main(config)
         except get("config").SettingError as error:

@@ -32,7 +32,7 @@ FAULTS = {
         "every parameter is updated",
     ),
     "the optimizer is not restored": (
-        *("checkpoint.py", RESTORED, LOST),
+        *("runtime/checkpoint.py", RESTORED, LOST),
         "opt_state",
     ),
     "one dropout key serves every step": (

@@ -55,7 +55,7 @@ def test_the_first_line_comes_before_the_long_imports(server):
 
 
 UNUSED = f"""
-import {IMAGES}.accelerators as accelerators
+import {IMAGES}.runtime.accelerators as accelerators
 accelerators.unused_accelerator = lambda platform: platform != "cpu" and accelerators.Unused(
     "a GPU", "JAX does not see it", "Do this.", wanted=True
 )
@@ -180,7 +180,7 @@ def test_every_wait_says_what_it_is_for(server, tmp_path):
 
 def say_waits_at_once(get, _):
     """And let the data, which is there in a moment, wait for its line."""
-    watchdog, data, said = get("watchdog"), get("data"), threading.Event()
+    watchdog, data, said = get("runtime.watchdog"), get("data"), threading.Event()
     watchdog.SOON, watchdog.TICK = 0.0, 0.001
     load = data.load
 
@@ -258,7 +258,7 @@ def test_long_passes_show_how_far_they_are(server, tmp_path):
 
 
 def say_more_often(get, _):
-    get("terminal").AGAIN = 0
+    get("runtime.terminal").AGAIN = 0
 
 
 def test_a_poor_terminal_shows_what_it_can(server, tmp_path):

@@ -155,10 +155,10 @@ def damage_in_turn(get, workdir, kinds):
 
     workdir = Path(workdir)
     config, log = (
-        get("command_line").saved_config(workdir),
+        get("runtime.command_line").saved_config(workdir),
         logging.getLogger(get("train").__package__),
     )
-    get("logs").start_logging(quiet=True)
+    get("runtime.logs").start_logging(quiet=True)
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -170,7 +170,7 @@ def damage_in_turn(get, workdir, kinds):
     def restore(path):
         said.clear()
         try:
-            with contextlib.closing(get("checkpoint").Checkpoints(path)) as checkpoints:
+            with contextlib.closing(get("runtime.checkpoint").Checkpoints(path)) as checkpoints:
                 state, progress = checkpoints.restore_latest(abstract)
             return int(state.step), digests(jax, state), vars(progress), list(said)
         except BaseException as error:
@@ -222,7 +222,7 @@ def count_live_arrays(get, *words):
         return watched, *rest
 
     train_module.compile_train_step = compile_watched
-    get("train").main(get("command_line").parse_settings(list(words)))
+    get("train").main(get("runtime.command_line").parse_settings(list(words)))
     return counts
 
 
@@ -351,7 +351,7 @@ def test_killed_while_a_checkpoint_is_replaced_by_a_better_informed_one(server, 
 
 def die_in_save(get, _):
     """kill -9 when Orbax is asked to save."""
-    manager = get("checkpoint").ocp.CheckpointManager
+    manager = get("runtime.checkpoint").ocp.CheckpointManager
     manager.save = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 
 

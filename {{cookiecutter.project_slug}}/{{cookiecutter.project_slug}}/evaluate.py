@@ -1,6 +1,6 @@
 """Score a checkpoint: python -m <package>.evaluate --workdir runs/latest --split test."""
 
-from . import startup
+from .runtime import startup
 
 if __name__ == "__main__":
     startup.prepare(takes_requests=False)  # first: the imports below take seconds
@@ -19,14 +19,15 @@ from typing import Literal
 import jax
 import numpy as np
 
-from . import batches, command_line, data, devices, facts, logs, mesh, task, terminal
-from .checkpoint import Checkpoints, Damaged
+from . import batches, data, mesh, task
 from .config import Config, MeshConfig, SettingError
-from .failures import explained, fetch
+from .runtime import command_line, devices, logs, manifest, terminal
+from .runtime.checkpoint import Checkpoints, Damaged
+from .runtime.failures import explained, fetch
+from .runtime.watchdog import Watchdog
+from .runtime.workdir import find_run
 from .train_state import TrainState, plan_train_state
 from .train_step import Metrics, eval_step
-from .watchdog import Watchdog
-from .workdir import find_run
 
 log = logging.getLogger(__package__)
 
@@ -86,7 +87,7 @@ def load_run(
     `data_path` is where the data is now, or other data to score.
     """
     path = find_run(str(path))
-    known, config = facts.read_facts(path), command_line.saved_config(path)
+    known, config = manifest.read_facts(path), command_line.saved_config(path)
     if config is None:
         raise SettingError(f"--workdir {path}: there is no run here (no config.json)")
     devices.open_devices(config)

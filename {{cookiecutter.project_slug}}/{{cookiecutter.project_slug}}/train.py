@@ -1,6 +1,6 @@
 """Train a model: python -m <package>.train --help shows every setting."""
 
-from . import startup
+from .runtime import startup
 
 if __name__ == "__main__":
     startup.prepare()  # first: the imports below take seconds, and a signal may come in them
@@ -14,19 +14,20 @@ from typing import Any
 
 import jax
 
-from . import advice, batches, command_line, data, devices, facts, logs, mesh, processes, stop
-from .checkpoint import Checkpoints, Damaged, Unreadable
+from . import batches, data, mesh
 from .config import Config, check, resolve
 from .evaluate import evaluate
-from .failures import explained
-from .init_from import restore_params
-from .metrics import Diverged, Recorder
 from .optimizer import decayed
-from .progress import Progress
+from .runtime import advice, command_line, devices, logs, manifest, processes, stop
+from .runtime.checkpoint import Checkpoints, Damaged, Unreadable
+from .runtime.failures import explained
+from .runtime.init_from import restore_params
+from .runtime.progress import Progress
+from .runtime.recorder import Diverged, Recorder
+from .runtime.watchdog import Watchdog
+from .runtime.workdir import Run, open_run
 from .train_state import plan_train_state
 from .train_step import compile_train_step, eval_step
-from .watchdog import Watchdog
-from .workdir import Run, open_run
 
 log = logging.getLogger(__package__)
 
@@ -52,11 +53,11 @@ def main(config: Config) -> dict[str, Any]:
             dataset = data.load(config)
             config = resolve(config, len(dataset.train))
             grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
-        known = facts.describe(config, dataset)
+        known = manifest.describe(config, dataset)
         processes.require_same(known)
         with open_run(config, known, watchdog, began) as run:
             if run.is_over:
-                log.info("%s", facts.describe_end(run.path, run.result, is_over=True))
+                log.info("%s", manifest.describe_end(run.path, run.result, is_over=True))
                 return run.result
             return train(run, dataset, grid, watchdog)
 
@@ -79,7 +80,7 @@ def train(
         lines = advice.check(config, dataset, state, run.earlier)
         run.facts["weight_decay_on"] = decayed(state.params)["decayed"]
         run.accept()
-        facts.announce(run, dataset, step, lines)
+        manifest.announce(run, dataset, step, lines)
         progress.extend(config.total_steps)
 
         steps_per_epoch = len(dataset.train) // config.batch_size
@@ -174,7 +175,7 @@ def train(
         eval_batches=config.eval_batches or None,
     )
     processes.wait_for_all("the end of the run")
-    log.info("%s", facts.describe_end(run.path, result))
+    log.info("%s", manifest.describe_end(run.path, result))
     return result
 
 

@@ -13,7 +13,7 @@ import jax
 
 from . import terminal
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 FILE_ONLY = {"file_only": True}  # `extra` of a line that the terminal does not get
 FILE_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")

@@ -13,14 +13,14 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .config import SettingError
+from ..config import SettingError
+from ..train_state import TrainState
+from .digests import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 from .failures import fetch, is_out_of_memory, is_outside, remedy, summary
 from .processes import gather, require_same, wait_for_all
 from .progress import Progress
-from .train_state import TrainState
-from .verify import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 MODEL_FIELDS = ("params", "batch_stats", "ema")
 

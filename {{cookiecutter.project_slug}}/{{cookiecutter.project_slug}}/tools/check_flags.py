@@ -27,7 +27,7 @@ PACKAGES = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}
 # Where there is no TPU, libtpu looks for one at its cloud for minutes.
 NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
 NO_TPU |= {"TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": "cpu"}
-FLAGS_FILE = Path(__file__).parent.parent / "xla_flags.env"
+FLAGS_FILE = Path(__file__).parents[2] / "xla_flags.env"
 ACCELERATORS = ("cpu", "cuda12", "cuda13", "tpu")
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import command_line, processes, train
-from .config import Config
-from .facts import versions
+from .. import train
+from ..config import Config
+from ..runtime import command_line, processes
+from ..runtime.manifest import versions
 
 WARM_UP, LEAST_STEPS, LEAST_ROUNDS = 20, 3, 15
 ROUND, TOTAL = 0.25, 60  # seconds, about

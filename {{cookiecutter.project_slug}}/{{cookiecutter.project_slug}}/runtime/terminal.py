@@ -10,7 +10,7 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 Item = TypeVar("Item")
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 BAD_SETTING, ABANDONED = 2, 130
 EXIT_CODES = {"completed": 0, "early_stopped": 0, "failed": 1, "diverged": 3, "preempted": 75}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 
 from .stop import EXIT_CODES
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 TICK, BEAT = 0.5, 10.0  # seconds between two looks, and between two signs of life
 SOON = 2.0  # seconds of a wait until the user is told what it is for

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
-from .config import Config, SettingError
-from .data import Data
-from .optimizer import create_schedule, decayed
-from .train_state import TrainState, average_decay
+from ..config import Config, SettingError
+from ..data import Data
+from ..optimizer import create_schedule, decayed
+from ..train_state import TrainState, average_decay
 
 
 def check(

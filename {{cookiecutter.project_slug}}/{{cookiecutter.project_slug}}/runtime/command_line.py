@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import tyro
 
+from ..config import Config, SettingError, build
 from . import processes, stop, terminal
-from .config import Config, SettingError, build
-from .facts import read_facts
 from .failures import OutOfMemory
+from .manifest import read_facts
 from .workdir import find_run
 
 Settings = TypeVar("Settings")
@@ -28,10 +28,11 @@ def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Set
     """A dataclass from flags; --help and mistakes are shown, and end the process."""
     if shutil.get_terminal_size().columns < NARROW:
         os.environ["COLUMNS"] = str(NARROW)
-    name = Path(sys.argv[0]).stem
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.name}" if module else Path(sys.argv[0]).name
     try:
         try:
-            return tyro.cli(cls, args=arguments, prog=f"python -m {__package__}.{name}", **options)
+            return tyro.cli(cls, args=arguments, prog=program, **options)
         finally:
             if sys.stdout:
                 sys.stdout.flush()

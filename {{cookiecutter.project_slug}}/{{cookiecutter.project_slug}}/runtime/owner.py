@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from .config import SettingError
+from ..config import SettingError
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 HERE = platform.node()
 PATIENCE = 5.0  # seconds for an owner to write who it is

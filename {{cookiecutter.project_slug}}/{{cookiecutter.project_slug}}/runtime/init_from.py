@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
+from ..config import SettingError
 from .checkpoint import Checkpoints, Damaged
-from .config import SettingError
-from .verify import leaves_by_name, name_of
+from .digests import leaves_by_name, name_of
 from .workdir import find_run
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 
 def restore_params(path: Path, params: Any) -> Any:

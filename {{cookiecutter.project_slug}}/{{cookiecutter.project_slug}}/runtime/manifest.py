@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from .config import Config, SettingError, build, check, flag, flatten
-from .data import Data
-from .task import BEST_METRIC
+from ..config import Config, SettingError, build, check, flag, flatten
+from ..data import Data
+from ..task import BEST_METRIC
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 # Settings that belong to one start of a run, and those that a resumed run may change; "mesh."
 # stands for all settings below it.
@@ -64,7 +64,7 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
 
 def code() -> dict[str, str]:
     """A digest of each file of this package."""
-    package, digests = Path(__file__).parent, {}
+    package, digests = Path(__file__).parents[1], {}
     with contextlib.suppress(OSError):  # a package that is no directory to read, as in a zip file
         for file in sorted(package.rglob("*.py")):
             digest = hashlib.blake2b(file.read_bytes(), digest_size=8)

@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from ..config import SettingError, flag
 from . import stop, terminal
-from .config import SettingError, flag
 
 ARRIVAL, PATIENCE = 120, 24 * 3600  # seconds, until all have joined; for the slowest later on
 

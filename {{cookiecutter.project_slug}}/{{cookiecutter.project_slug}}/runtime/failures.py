@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .config import Config
+from ..config import Config
 from .watchdog import Watchdog
 
 

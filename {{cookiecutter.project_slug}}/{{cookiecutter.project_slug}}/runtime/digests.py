@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .config import SettingError
+from ..config import SettingError
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:

@@ -12,16 +12,17 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from . import stop, task, terminal
-from .config import Config
+from .. import task
+from ..config import Config
+from ..train_state import TrainState
+from ..train_step import COUNTERS
+from . import stop, terminal
 from .events import Events
 from .failures import fetch
 from .progress import Progress
-from .train_state import TrainState
-from .train_step import COUNTERS
 from .watchdog import Watchdog
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 # The loop waits for the device once in a while, else batches would pile up in the device's memory.
 # It leaves LAG steps under way: waiting for the last one would leave the device idle. It waits when

@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 
+from ..config import Config, SettingError
 from . import logs, processes
-from .config import Config, SettingError
-from .facts import CIRCUMSTANCES, OVER, compare, read_facts, read_json, write_json
 from .failures import OutOfMemory, explained
+from .manifest import CIRCUMSTANCES, OVER, compare, read_facts, read_json, write_json
 from .owner import Owner
 from .watchdog import Watchdog
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 
 class Run:

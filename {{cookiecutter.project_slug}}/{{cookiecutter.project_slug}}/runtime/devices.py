@@ -7,10 +7,10 @@ import re
 
 import jax
 
+from ..config import Config, SettingError
 from . import accelerators, processes
-from .config import Config, SettingError
 
-log = logging.getLogger(__package__)
+log = logging.getLogger(__package__.partition(".")[0])
 
 
 def open_devices(config: Config) -> None:

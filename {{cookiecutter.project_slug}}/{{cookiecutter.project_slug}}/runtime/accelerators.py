@@ -17,7 +17,7 @@ PLUGINS = {
 }
 OLDEST_DRIVER = {"cuda13": 580, "cuda12": 525}  # of NVIDIA
 HIDDEN = ("", "-1", "void", "none", "NoDevFiles")  # values that keep all GPUs from a process
-FLAGS = Path(__file__).parent.parent / "xla_flags.env"
+FLAGS = Path(__file__).parents[2] / "xla_flags.env"
 
 
 class Unused(NamedTuple):

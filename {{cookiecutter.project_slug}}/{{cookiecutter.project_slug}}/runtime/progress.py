@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from . import task
+from .. import task
 
 
 @dataclasses.dataclass

@@ -51,7 +51,7 @@ def main(task: str, api: str, steps: int) -> None:
             gc.collect()
             print(f"{number:8d} {resident():12.1f} {len(jax.live_arrays()):12d}", flush=True)
 
-        data.load, train.compile_train_step = load_few, compile_watched
+        data.load = load_few
         print(f"{task}, {api}\n{'step':>8} {'resident MB':>12} {'live arrays':>12}")
         settings = config.Config(
             workdir=f"{out}/run",
@@ -62,7 +62,7 @@ def main(task: str, api: str, steps: int) -> None:
             quiet=True,
             model=model.TINY,
         )
-        train.main(settings)
+        train.main(settings, compile_watched)
         show(steps)
 
 

@@ -196,7 +196,7 @@ def watch(report: Path, settings: dict) -> None:
 
         return watched, fresh_totals, costs
 
-    data.load, train.compile_train_step = load_few, compile_watched
+    data.load = load_few
     jax.monitoring.register_event_duration_secs_listener(count_compilations)
     fsdp = settings.pop("fsdp", 1)
     settings["workdir"] = str(report.parent / "runs" / settings["workdir"])
@@ -212,7 +212,8 @@ def watch(report: Path, settings: dict) -> None:
             mesh=config.MeshConfig(fsdp=fsdp),
             model=model.TINY,
             **settings,
-        )
+        ),
+        compile_watched,
     )
     seen["has_dropout"] = getattr(model.TINY, "dropout_rate", 0) > 0
     arrays = {}

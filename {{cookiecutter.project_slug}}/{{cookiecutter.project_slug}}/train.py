@@ -9,6 +9,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from .train_step import compile_train_step, eval_step
 log = logging.getLogger(__package__)
 
 
-def main(config: Config) -> dict[str, Any]:
+def main(config: Config, compile_step: Callable = compile_train_step) -> dict[str, Any]:
     """Train as configured and return the contents of result.json.
+
+    `compile_step` stands in for compile_train_step, for tools that watch the steps.
 
     Raises SettingError for a setting, data or a run directory that cannot be used, before anything
     is compiled or overwritten.
@@ -59,11 +62,15 @@ def main(config: Config) -> dict[str, Any]:
             if run.is_over:
                 log.info("%s", manifest.describe_end(run.path, run.result, is_over=True))
                 return run.result
-            return train(run, dataset, grid, watchdog)
+            return train(run, dataset, grid, watchdog, compile_step)
 
 
 def train(
-    run: Run, dataset: data.Data, grid: jax.sharding.Mesh, watchdog: Watchdog
+    run: Run,
+    dataset: data.Data,
+    grid: jax.sharding.Mesh,
+    watchdog: Watchdog,
+    compile_step: Callable,
 ) -> dict[str, Any]:
     """Train from where the run is to its end, and return the contents of result.json."""
     config, sharding = run.config, mesh.batch_sharding(grid)
@@ -101,7 +108,7 @@ def train(
         try:
             # ---------------------------------------------------------------- The compiled step
             with watchdog.waiting_for("compiling the step"):
-                train_step, fresh_totals, recorder.costs = compile_train_step(
+                train_step, fresh_totals, recorder.costs = compile_step(
                     config, abstract, dataset.train, grid
                 )
                 processes.wait_for_all("compiled")

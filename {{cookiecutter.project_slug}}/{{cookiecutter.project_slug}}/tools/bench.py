@@ -20,6 +20,7 @@ from .. import train
 from ..config import Config
 from ..runtime import command_line, processes
 from ..runtime.manifest import versions
+from ..train_step import compile_train_step
 
 WARM_UP, LEAST_STEPS, LEAST_ROUNDS = 20, 3, 15
 ROUND, TOTAL = 0.25, 60  # seconds, about
@@ -91,7 +92,6 @@ def main(config: Config) -> dict[str, Any]:
     median of the rounds: what metrics, logging and the input cost. A checkpoint falls into few
     rounds and hardly counts; evaluation is left out.
     """
-    compile_train_step = train.compile_train_step
     watches: list[Stopwatch] = []
 
     def compile_watched(*args):
@@ -103,13 +103,10 @@ def main(config: Config) -> dict[str, Any]:
         config = dataclasses.replace(
             config, workdir=scratch, total_steps=10**9, epochs=None, eval_every=0
         )
-        train.compile_train_step = compile_watched
         try:
-            train.main(config)
+            train.main(config, compile_watched)
         except Finished:
             processes.wait_for_all("the end of the benchmark")
-        finally:
-            train.compile_train_step = compile_train_step
     (watch,) = watches
     bare_ms = [(a + b) / 2 for a, b in itertools.pairwise(watch.bare_ms)]
     ratios = [loop / bare for loop, bare in zip(watch.loop_ms, bare_ms, strict=True)]

@@ -26,6 +26,9 @@ class Split:
     all of them).
     """
 
+    class_weights: np.ndarray | None = None
+    """Weight float32 [classes] of each class in the loss, with --task.class-weights balanced."""
+
     def __init__(self, images: np.ndarray, labels: np.ndarray, numbers: np.ndarray | None = None):
         self.numbers = np.arange(len(labels)) if numbers is None else numbers
         self.shared_images = images
@@ -37,11 +40,15 @@ class Split:
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The batch of these rows. The mask says which count: all of them, here."""
-        return {
+        labels = self.labels[indices]
+        batch = {
             "image": self.shared_images[self.numbers[indices]],
-            "label": self.labels[indices],
+            "label": labels,
             "mask": np.ones(len(indices), np.float32),
         }
+        if self.class_weights is not None:
+            batch["class_weight"] = self.class_weights[labels]
+        return batch
 
     @property
     def images(self) -> np.ndarray:
@@ -88,13 +95,20 @@ def load(config: Config) -> Data:
     path = config.data.path
     try:
         if path is not None:
-            return split_rows(**sources.read_npz(Path(os.path.expanduser(path))))
-        digits = sources.read_npz(Path(__file__).parent / "digits.npz")
-        pixels = digits["images"].astype(np.uint16) * 255 // 16
-        return split_rows(pixels.astype(np.uint8), digits["labels"])
+            data = split_rows(**sources.read_npz(Path(os.path.expanduser(path))))
+        else:
+            digits = sources.read_npz(Path(__file__).parent / "digits.npz")
+            pixels = digits["images"].astype(np.uint16) * 255 // 16
+            data = split_rows(pixels.astype(np.uint8), digits["labels"])
     except SettingError as error:
         place = "digits.npz" if path is None else f"--data.path {path}"
         raise SettingError(f"{place}: {error}") from error
+    if config.task.class_weights == "balanced":
+        counts = data.train.counts
+        weights = (len(data.train) / (len(counts) * counts)).astype(np.float32)
+        for split in (data.train, data.validation, data.test):
+            split.class_weights = weights
+    return data
 
 
 def split_rows(images: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None) -> Data:

@@ -1,12 +1,12 @@
 """The network and its settings. This is the file to edit first."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
+
+from .runtime.settings import require
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,11 @@ class ModelConfig:
     dropout_rate: float = 0.3
     """Share of the features that dropout sets to zero before the last layer."""
 
-    def check(self, require: Callable[..., None]) -> None:
-        """Call require(holds, name, value, rule) for every rule of these settings."""
+    def check(self) -> None:
+        """Raise SettingError for a setting that cannot be used."""
         features, rate = self.features, self.dropout_rate
-        require(features and min(features) >= 1, "model.features", features, "positive numbers")
+        is_positive = bool(features) and min(features) >= 1
+        require(is_positive, "model.features", features, "positive numbers")
         require(0 <= rate < 1, "model.dropout_rate", rate, "at least 0 and below 1")
 
 
@@ -48,33 +49,8 @@ class CNN(nn.Module):
         return nn.Dense(self.num_classes, dtype=self.dtype)(x)
 
 
-class Model(NamedTuple):
-    """A network as two pure functions of its variables {"params": ..., "batch_stats": ...}.
-
-    init(key) returns new variables; apply(variables, inputs, train, key) returns the outputs and
-    the batch statistics after this call. The key draws dropout; evaluation needs none.
-    """
-
-    init: Callable[[jax.Array], dict]
-    apply: Callable[..., tuple[jax.Array, dict]]
-
-
-def create_model(
+def build(
     config: ModelConfig, inputs: jax.ShapeDtypeStruct, num_outputs: int, dtype: Any
-) -> Model:
+) -> nn.Module:
     """The network for inputs of this shape. It computes in dtype; its parameters are float32."""
-    network = CNN(config, num_outputs, dtype)
-
-    def init(key):
-        variables = network.init(key, jnp.zeros(inputs.shape, inputs.dtype), train=False)
-        return {"params": variables["params"], "batch_stats": variables.get("batch_stats", {})}
-
-    def apply(variables, inputs, *, train, key=None):
-        if not train:
-            return network.apply(variables, inputs, train=False), variables["batch_stats"]
-        outputs, updated = network.apply(
-            variables, inputs, train=True, rngs={"dropout": key}, mutable=["batch_stats"]
-        )
-        return outputs, updated.get("batch_stats", {})
-
-    return Model(init, apply)
+    return CNN(config, num_outputs, dtype)

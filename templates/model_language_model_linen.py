@@ -1,13 +1,14 @@
 """The network and its settings. This is the file to edit first."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from .runtime.settings import require
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class ModelConfig:
     remat: bool = False
     """Compute each block again in the backward pass instead of storing it: slower, less memory."""
 
-    def check(self, require: Callable[..., None]) -> None:
-        """Call require(holds, name, value, rule) for every rule of these settings."""
+    def check(self) -> None:
+        """Raise SettingError for a setting that cannot be used."""
         for name in ("context", "width", "depth", "heads"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}", value, "at least 1")
@@ -133,33 +134,8 @@ def rotate(x: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-class Model(NamedTuple):
-    """A network as two pure functions of its variables {"params": ..., "batch_stats": ...}.
-
-    init(key) returns new variables; apply(variables, inputs, train, key) returns the outputs and
-    the batch statistics after this call. The key draws dropout; evaluation needs none.
-    """
-
-    init: Callable[[jax.Array], dict]
-    apply: Callable[..., tuple[jax.Array, dict]]
-
-
-def create_model(
+def build(
     config: ModelConfig, inputs: jax.ShapeDtypeStruct, num_outputs: int, dtype: Any
-) -> Model:
+) -> nn.Module:
     """The network for inputs of this shape. It computes in dtype; its parameters are float32."""
-    network = Transformer(config, num_outputs, dtype)
-
-    def init(key):
-        variables = network.init(key, jnp.zeros(inputs.shape, inputs.dtype), train=False)
-        return {"params": variables["params"], "batch_stats": variables.get("batch_stats", {})}
-
-    def apply(variables, inputs, *, train, key=None):
-        if not train:
-            return network.apply(variables, inputs, train=False), variables["batch_stats"]
-        outputs, updated = network.apply(
-            variables, inputs, train=True, rngs={"dropout": key}, mutable=["batch_stats"]
-        )
-        return outputs, updated.get("batch_stats", {})
-
-    return Model(init, apply)
+    return Transformer(config, num_outputs, dtype)

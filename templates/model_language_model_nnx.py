@@ -1,12 +1,13 @@
 """The network and its settings. This is the file to edit first."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from .runtime.settings import require
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class ModelConfig:
     remat: bool = False
     """Compute each block again in the backward pass instead of storing it: slower, less memory."""
 
-    def check(self, require: Callable[..., None]) -> None:
-        """Call require(holds, name, value, rule) for every rule of these settings."""
+    def check(self) -> None:
+        """Raise SettingError for a setting that cannot be used."""
         for name in ("context", "width", "depth", "heads"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}", value, "at least 1")
@@ -139,48 +140,12 @@ def rotate(x: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-class Model(NamedTuple):
-    """A network as two pure functions of its variables {"params": ..., "batch_stats": ...}.
-
-    init(key) returns new variables; apply(variables, inputs, train, key) returns the outputs and
-    the batch statistics after this call. The key draws dropout; evaluation needs none.
-    """
-
-    init: Callable[[jax.Array], dict]
-    apply: Callable[..., tuple[jax.Array, dict]]
-
-
-def create_model(
-    config: ModelConfig, inputs: jax.ShapeDtypeStruct, num_outputs: int, dtype: Any
-) -> Model:
-    """The network for inputs of this shape. It computes in dtype; its parameters are float32.
-
-    The module is split into its structure, kept here, and pure dictionaries of arrays, which the
-    rest of the project sees: passing nnx.State or nnx.jit in the loop costs time at every step.
-    """
-
-    def build(key):
-        network = Transformer(config, num_outputs, dtype, nnx.Rngs(key))
-        graph, params, batch_stats = nnx.split(network, nnx.Param, nnx.BatchStat)
-        return graph, {"params": params, "batch_stats": batch_stats}
-
-    graph, states = nnx.eval_shape(build, jax.random.key(0))
-
-    def init(key):
-        return {name: nnx.to_pure_dict(state) for name, state in build(key)[1].items()}
-
-    def merge(variables):
-        filled = []
-        for name, state in states.items():
-            state = jax.tree.map(lambda x: x, state)
-            nnx.replace_by_pure_dict(state, variables[name])
-            filled.append(state)
-        return nnx.merge(graph, *filled)
-
-    def apply(variables, inputs, *, train, key=None):
-        network = merge(variables)
-        outputs = network(inputs, train=train, rngs=nnx.Rngs(dropout=key) if train else None)
-        batch_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-        return outputs, batch_stats
-
-    return Model(init, apply)
+def build(
+    config: ModelConfig,
+    inputs: jax.ShapeDtypeStruct,
+    num_outputs: int,
+    dtype: Any,
+    rngs: nnx.Rngs,
+) -> nnx.Module:
+    """The network for inputs of this shape. It computes in dtype; its parameters are float32."""
+    return Transformer(config, num_outputs, dtype, rngs)

@@ -1,35 +1,54 @@
-"""The task: what the model sees of a batch, the loss, the metrics."""
+"""The task: what the model sees of a batch, the loss and its settings, the metrics."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .runtime.settings import setting
+
 # The validation metric that chooses the best checkpoint, and whether more of it is better.
 BEST_METRIC, HIGHER_IS_BETTER = "loss", False
 
 
-def model_inputs(batch: dict[str, jax.Array]) -> jax.Array:
+@dataclass(frozen=True)
+class TaskConfig:
+    z_loss: float = setting(0.0, least=0.0)
+    """Weight of log(Z)**2 in the loss, Z being the softmax's denominator: keeps logits small
+    (Chowdhery et al. 2022, PaLM, where it is 1e-4)."""
+
+    def check(self) -> None:
+        """Raise SettingError for a setting that cannot be used, beyond its minimum."""
+
+
+def model_inputs(batch: dict[str, Any]) -> jax.Array:
     """What the model is applied to: tokens int32 [batch, context], all but the last of each row."""
     return batch["tokens"][:, :-1].astype(jnp.int32)
 
 
-def loss_and_metrics(logits: jax.Array, batch: dict[str, jax.Array]) -> dict[str, tuple]:
-    """Each metric as (sum, weight) over the tokens that count; "loss" is what training minimises.
+def loss_and_metrics(
+    logits: jax.Array, batch: dict[str, Any], config: TaskConfig
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Each metric as (sum, weight) over the tokens that count.
 
-    Logits [batch, context, tokens] for the token after each. Sums are divided by weights once,
-    after all micro-batches, devices and batches were added up, so that uneven parts weigh what they
-    should.
+    Logits [batch, context, tokens] are for the token after each. Training minimises "loss": its sum
+    divided by its weight. All sums are divided by their weights once, after micro-batches, devices
+    and batches were added up, so that uneven parts weigh what they should.
     """
-    targets, mask = batch["tokens"][:, 1:].astype(jnp.int32), batch["mask"]
     logits = logits.astype(jnp.float32)
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    loss = cross_entropy
+    targets = batch["tokens"][:, 1:].astype(jnp.int32)
+    mask = batch["mask"]
+    plain = loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    if config.z_loss:
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        loss = plain + config.z_loss * jnp.square(log_z)
     rows = jnp.any(mask > 0, axis=1)
     return {
         "loss": (jnp.sum(loss * mask), jnp.sum(mask)),
-        "cross_entropy": (jnp.sum(cross_entropy * mask), jnp.sum(mask)),
+        "cross_entropy": (jnp.sum(plain * mask), jnp.sum(mask)),
         "num_examples": (jnp.sum(rows, dtype=jnp.float32), jnp.float32(1)),
     }
 
@@ -38,7 +57,7 @@ def report(totals: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Turn the (sum, weight) of a whole evaluation or log interval into the numbers to show."""
     means = {name: total / weight for name, (total, weight) in totals.items() if weight}
     if "cross_entropy" in means:  # nats per token, and a token is a byte
-        nats = means.pop("cross_entropy")
+        nats = means["cross_entropy"]
         means["perplexity"] = math.exp(min(nats, 700))
         means["bits_per_byte"] = nats / math.log(2)
     counts = {"num_tokens": totals["loss"][1], "num_examples": totals["num_examples"][0]}

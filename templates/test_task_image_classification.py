@@ -159,7 +159,7 @@ def test_pixels_are_scaled_once(module):
 
 def score(module, logits, labels, mask):
     task = module("task")
-    totals = task.loss_and_metrics(logits, {"label": labels, "mask": mask})
+    totals = task.loss_and_metrics(logits, {"label": labels, "mask": mask}, task.TaskConfig())
     return task.report({name: (float(s), float(w)) for name, (s, w) in totals.items()})
 
 

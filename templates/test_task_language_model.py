@@ -1,6 +1,7 @@
 """The task: windows lose no byte, the network reads them in order, texts are held out by bytes."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -17,7 +18,8 @@ def network(module):
     model, task = module("model"), module("task")
     config = dataclasses.replace(model.TINY, depth=1)
     inputs = jax.ShapeDtypeStruct((1, 16), jnp.int32)
-    made = model.create_model(config, inputs, 256, jnp.float32)
+    build = functools.partial(model.build, config, inputs, 256, jnp.float32)
+    made = module("runtime.functional").pure_functions(build, inputs)
     variables = made.init(jax.random.key(0))
 
     def logits(tokens):
@@ -26,8 +28,8 @@ def network(module):
     @jax.value_and_grad
     def loss(params, batch):
         changed = variables | {"params": params}
-        outputs, _ = made.apply(changed, task.model_inputs(batch), train=False)
-        total, weight = task.loss_and_metrics(outputs, batch)["loss"]
+        outputs, *_ = made.apply(changed, task.model_inputs(batch), train=False)
+        total, weight = task.loss_and_metrics(outputs, batch, task.TaskConfig())["loss"]
         return total / weight
 
     return logits, lambda batch: loss(variables["params"], batch)
@@ -83,7 +85,7 @@ def test_metrics_are_those_of_numpy(module):
     logits = np.random.default_rng(0).normal(size=(3, 4, 256)).astype(np.float32)
     tokens = np.random.default_rng(1).integers(0, 256, (3, 5)).astype(np.uint8)
     mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], np.float32)
-    totals = task.loss_and_metrics(logits, {"tokens": tokens, "mask": mask})
+    totals = task.loss_and_metrics(logits, {"tokens": tokens, "mask": mask}, task.TaskConfig())
     scores = task.report({name: (float(s), float(w)) for name, (s, w) in totals.items()})
     p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     wanted = [p[i, j, tokens[i, j + 1]] for i, j in zip(*np.nonzero(mask), strict=True)]

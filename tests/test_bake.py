@@ -26,9 +26,10 @@ PACKAGE_FILES = """
     __init__ batches checks config data evaluate mesh model optimizer sources task train train_state
     train_step
     runtime/__init__ runtime/accelerators runtime/advice runtime/checkpoint runtime/command_line
-    runtime/devices runtime/digests runtime/events runtime/failures runtime/init_from runtime/logs
-    runtime/manifest runtime/owner runtime/processes runtime/progress runtime/recorder
-    runtime/startup runtime/stop runtime/terminal runtime/watchdog runtime/workdir
+    runtime/devices runtime/digests runtime/events runtime/failures runtime/functional
+    runtime/init_from runtime/logs runtime/manifest runtime/owner runtime/pace runtime/processes
+    runtime/progress runtime/recorder runtime/settings runtime/startup runtime/stop
+    runtime/terminal runtime/watchdog runtime/workdir
     tools/__init__ tools/bench tools/check_flags
 """
 FILES = {
@@ -37,8 +38,8 @@ FILES = {
     *("pyproject.toml", "setup.sh", "xla_flags.env"),
     *(f"my_flax_project/{name}.py" for name in PACKAGE_FILES.split()),
     "my_flax_project/digits.npz",
-    *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_run.py"),
-    *("tests/test_task.py", "tests/test_train_step.py"),
+    *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_imports.py"),
+    *("tests/test_run.py", "tests/test_task.py", "tests/test_train_step.py"),
 }  # of the first choice of each question
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 
@@ -219,7 +220,7 @@ def test_only_include_stubs_have_jinja_in_python():
             stubs += 1
         else:
             assert not re.search(r"\{[{%#]", text), path
-    assert stubs == 5  # data, model, sources, task, test_task
+    assert stubs == 6  # data, model, sources, task, functional, test_task
 
 
 def test_every_variant_is_used():

@@ -188,11 +188,11 @@ def watch(report: Path, settings: dict) -> None:
             if not states:
                 states["first"] = jax.device_get(state)
                 probe_dropout(state, batch)
-            state, metrics, guard = step(state, fresh_totals(), batch)
+            state, metrics, status = step(state, fresh_totals(), batch)
             seen["losses"].append(float(metrics["loss"][0] / metrics["loss"][1]))
             seen["rows"].append(row_digests(batch))
             states["last"] = state
-            return state, jax.tree.map(jnp.add, totals, metrics), guard
+            return state, jax.tree.map(jnp.add, totals, metrics), status
 
         return watched, fresh_totals, costs
 
@@ -267,8 +267,8 @@ def check(scratch: Path) -> list[str]:
         not unchanged("params"), f"every parameter is updated: {unchanged('params')[:3]} never were"
     )
     require(
-        not unchanged("batch_stats"),
-        f"batch statistics move: {unchanged('batch_stats')[:3]} stayed as they were created",
+        not unchanged("model_state"),
+        f"batch statistics move: {unchanged('model_state')[:3]} stayed as they were created",
     )
     require(not unchanged("ema"), f"the average moves: {unchanged('ema')[:3]} never did")
     same, again, other = straight["dropout"]

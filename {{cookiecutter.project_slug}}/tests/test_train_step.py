@@ -14,13 +14,13 @@ def setup(module, config, dataset):
 
     def make(**changes):
         changed = dataclasses.replace(config, **changes)
-        grid = module("mesh").create_mesh(changed.mesh, 16, changed.accumulation_steps)
-        create, abstract = module("train_state").plan_train_state(changed, dataset, grid)
+        device_mesh = module("mesh").create_mesh(changed.mesh, 16, changed.accumulation_steps)
+        create, abstract = module("train_state").plan_train_state(changed, dataset, device_mesh)
         step, fresh, _ = module("train_step").compile_train_step(
-            changed, abstract, dataset.train, grid
+            changed, abstract, dataset.train, device_mesh
         )
         rows = dataset.train.rows(np.arange(16))
-        sharding = module("mesh").batch_sharding(grid)
+        sharding = module("mesh").batch_sharding(device_mesh)
         return create(), lambda state, batch: step(state, fresh(), batch), rows, sharding
 
     return make
@@ -35,11 +35,11 @@ def poison(rows):
 def test_a_non_finite_step_changes_nothing_but_the_counters(setup, precision):
     state, step, rows, sharding = setup(precision=precision, ema_decay=0.9)
     before = jax.device_get(state)
-    state, metrics, guard = step(state, jax.device_put(poison(rows), sharding))
+    state, metrics, status = step(state, jax.device_put(poison(rows), sharding))
     after = jax.device_get(state)
-    for name in ("params", "opt_state", "batch_stats", "ema"):
+    for name in ("params", "opt_state", "model_state", "ema"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
-    assert (int(after.step), int(guard["skipped_steps"]), int(guard["skipped_in_a_row"])) == (
+    assert (int(after.step), int(status["skipped_steps"]), int(status["skipped_in_a_row"])) == (
         1,
     ) * 3
     assert metrics["loss"] == (0, 0)
@@ -52,12 +52,12 @@ def test_a_finite_step_updates_everything_and_ends_the_row_of_skipped_ones(setup
     state, _, _ = step(state, jax.device_put(poison(rows), sharding))
     before = jax.device_get(state.params)
     for _ in range(2):  # what starts at zero may hide others from the first update
-        state, metrics, guard = step(state, jax.device_put(rows, sharding))
+        state, metrics, status = step(state, jax.device_put(rows, sharding))
     changed = jax.tree.map(
         lambda a, b: not np.array_equal(a, b), before, jax.device_get(state.params)
     )
     assert all(jax.tree.leaves(changed))
-    assert (int(guard["skipped_steps"]), int(guard["skipped_in_a_row"])) == (1, 0)
+    assert (int(status["skipped_steps"]), int(status["skipped_in_a_row"])) == (1, 0)
     assert np.isfinite(metrics["loss"][0])
 
 
@@ -74,12 +74,12 @@ def test_the_network_computes_in_low_precision_what_it_does_in_full(module, conf
         changed = dataclasses.replace(
             config, precision=precision, model=module("model").ModelConfig()
         )
-        grid = module("mesh").create_mesh(changed.mesh, 16, 1)
-        create, _ = module("train_state").plan_train_state(changed, dataset, grid)
+        device_mesh = module("mesh").create_mesh(changed.mesh, 16, 1)
+        create, _ = module("train_state").plan_train_state(changed, dataset, device_mesh)
         batch = jax.device_put(
-            dataset.train.rows(np.arange(16)), module("mesh").batch_sharding(grid)
+            dataset.train.rows(np.arange(16)), module("mesh").batch_sharding(device_mesh)
         )
-        score = jax.jit(module("train_step").eval_step)
+        score = module("train_step").jit_eval_step(changed, device_mesh)
         losses.append(score(create(), batch)["loss"][0])
     np.testing.assert_allclose(losses[1:], losses[0], rtol=0.05)
 

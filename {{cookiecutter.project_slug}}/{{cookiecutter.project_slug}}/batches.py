@@ -4,9 +4,23 @@ import functools
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+
+Batch = dict[str, np.ndarray]
+
+
+class Split(Protocol):
+    """What training and evaluation ask of a split of the data."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """The batch of these rows."""
+
 
 AHEAD = 2  # batches prepared before they are asked for, for each worker
 
@@ -58,6 +72,46 @@ def eval_batches(split, config, sharding) -> Generator[dict]:
 
     workers = config.data.workers
     return prefetch(make_batch, range(0, count, size), workers)
+
+
+def example(split: Split) -> Batch:
+    """A batch of one row, for the names, shapes and dtypes of what is in it."""
+    return split.rows(np.zeros(1, np.int64))
+
+
+def abstract(split: Split, batch_size: int, sharding: jax.sharding.Sharding) -> Any:
+    """A global batch in abstract form: a shape, dtype and sharding in the place of each array."""
+
+    def widen(rows):
+        return jax.ShapeDtypeStruct((batch_size, *rows.shape[1:]), rows.dtype, sharding=sharding)
+
+    return jax.tree.map(widen, example(split))
+
+
+def describe(data: Any) -> dict[str, Any]:
+    """What a resumed run must find again: fingerprint, rows of each split, number of outputs."""
+    return {
+        "fingerprint": data.fingerprint,
+        "rows": {name: len(getattr(data, name)) for name in ("train", "validation", "test")},
+        "outputs": data.num_outputs,
+    }
+
+
+def summary(data: Any, total_steps: int, batch_size: int) -> list[str]:
+    """What the start of the log says of the data."""
+    lines = []
+    for name in ("train", "validation", "test"):
+        split = getattr(data, name)
+        lines.append(f"{name:10}  {getattr(split, 'summary', f'{len(split):,} rows')}")
+    if data.split_rule:
+        lines.append(data.split_rule)
+    steps_per_epoch, left_over = divmod(len(data.train), batch_size)
+    lines.append(
+        f"{total_steps} steps are {total_steps / steps_per_epoch:.3g} epochs of {steps_per_epoch} "
+        f"steps"
+        + (f"; {left_over} rows are left over in each, others every time" if left_over else "")
+    )
+    return lines
 
 
 def count_eval_batches(split, config) -> int:

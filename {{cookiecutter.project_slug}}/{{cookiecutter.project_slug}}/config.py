@@ -3,13 +3,11 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .model import ModelConfig
-
-
-class SettingError(ValueError):
-    """A flag, setting or data set that cannot be used: the message says why and what to do."""
+from .runtime.settings import SettingError, check_minima, require, setting
+from .task import TaskConfig
 
 
 @dataclass(frozen=True)
@@ -18,85 +16,96 @@ class OptimizerConfig:
     """Update rule (sgd has momentum 0.9; muon is for kernels and leaves all else to adamw)."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up."""
-    warmup_steps: int = 100
+    warmup_steps: int = setting(100, least=0)
     """Updates over which the learning rate rises to its peak; at most half of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """What follows the warm-up (wsd: constant, then linear to 0 over the last fifth)."""
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, least=0.0)
     """Decoupled weight decay, on arrays named kernel only."""
-    clip_norm: float = 1.0
+    clip_norm: float = setting(1.0, least=0.0)
     """Largest global gradient norm (0 = no clipping)."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["auto", "builtin", "path"] = "auto"
+    source: Literal["auto", "builtin", "path"] = setting("auto", resume="allowed")
     """Where the data comes from (auto: from --data.path, and without it what is built in)."""
-    path: str | None = None
+    path: str | None = setting(None, resume="allowed")
     """Where your own data is (data.py says in which form)."""
-    workers: int = 0
+    workers: int = setting(0, least=0, resume="allowed")
     """Threads that prepare batches ahead (0 = prepared in the loop: best for data in memory)."""
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    data: int = -1
+    data: int = setting(-1, resume="allowed")
     """Devices along the data axis: each holds the whole model (-1 = all that are left)."""
-    fsdp: int = 1
+    fsdp: int = setting(1, least=1, resume="allowed")
     """Devices along the fsdp axis: parameters and optimizer state are split over them."""
 
 
 @dataclass(frozen=True)
 class Config:
-    workdir: str | None = None
+    workdir: str | None = setting(None, resume="per start")
     """Run directory; an existing run is resumed (default: a new one, runs/<date-time>)."""
-    total_steps: int | None = None
+    total_steps: int | None = setting(None, least=1, resume="allowed")
     """Length of the run in steps, one global batch each (default 600, unless --epochs)."""
     epochs: float | None = None
     """Length of the run in passes over the training data, instead of --total-steps."""
-    batch_size: int = 32
+    batch_size: int = setting(32, least=1)
     """Rows in the global batch, over all devices and processes."""
-    seed: int = 0
+    seed: int = setting(0, least=0)
     """Seed of the initial parameters, the data order and dropout."""
-    log_every: int = 100
+    log_every: int = setting(100, least=1, resume="allowed")
     """Steps between two log lines."""
-    eval_every: int | None = None
+    eval_every: int | None = setting(None, least=0, resume="allowed")
     """Steps between two evaluations (0 = off; default: one epoch)."""
-    eval_batches: int = 0
+    eval_batches: int = setting(0, least=0)
     """Batches that an evaluation scores, spread evenly over the split (0 = all of it)."""
-    checkpoint_every: int = 1000
+    checkpoint_every: int = setting(1000, least=0, resume="allowed")
     """Steps between two checkpoints (0 = off); a new best and the last step are always saved."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32",
+        resume="allowed",
+        meaning="from here on the network computes in it; parameters stay float32",
+    )
     """Dtype of the computation; parameters, optimizer and loss stay in float32."""
-    accumulation_steps: int = 1
+    accumulation_steps: int = setting(
+        1,
+        least=1,
+        resume="allowed",
+        meaning="the same updates but for rounding, unless the network has dropout or batch "
+        "normalisation, which see one micro-batch at a time",
+    )
     """Micro-batches that a global batch is split into to save memory."""
-    ema_decay: float = 0.0
+    ema_decay: float = setting(0.0, least=0.0)
     """Decay of the averaged parameters that evaluation then uses (0 = off); lower at first."""
-    early_stopping_patience: int = 0
+    early_stopping_patience: int = setting(0, least=0, resume="allowed")
     """Evaluations without a new best after which the run ends (0 = off)."""
-    max_skipped_steps: int = 25
+    max_skipped_steps: int = setting(25, least=0, resume="allowed")
     """Non-finite updates in a row, all skipped, after which the run counts as diverged."""
-    init_from: str | None = None
+    init_from: str | None = setting(None, resume="per start")
     """Run or checkpoint directory whose parameters a new run starts from; not read on resume."""
-    stop_after_step: int | None = None
+    stop_after_step: int | None = setting(None, least=1, resume="per start")
     """Save and exit with 75 after this step, as if preempted."""
-    overfit_batches: int = 0
+    overfit_batches: int = setting(0, least=0)
     """Train on the first N batches over and over (0 = off): first aid when nothing is learned."""
-    profile_steps: str | None = None
+    profile_steps: str | None = setting(None, resume="per start")
     """Steps A:B to record for TensorBoard's profiler, such as 20:30."""
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = setting("auto", resume="allowed")
     """Hardware to run on; anything but auto fails when it is not there."""
     deterministic: bool = False
     """Bit-equal results on GPU too, at some cost in speed."""
-    debug_nans: bool = False
+    debug_nans: bool = setting(False, resume="allowed")
     """Stop with a traceback where the first NaN is made; slow."""
-    stall_timeout: int = 1800
+    stall_timeout: int = setting(1800, least=0, resume="allowed")
     """Seconds without a finished step after which the run ends and shows every stack (0 = off).
     All that is no training step, such as compiling and saving, may take ten times as long."""
-    quiet: bool = False
+    quiet: bool = setting(False, resume="allowed")
     """Print warnings and errors only; train.log still gets everything."""
     optimizer: OptimizerConfig = OptimizerConfig()
     model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
 
@@ -127,36 +136,9 @@ def resolve(config: Config, rows: int) -> Config:
     )
 
 
-# Smallest allowed value of each number; None (not given) is always allowed.
-MINIMUM = {
-    "total_steps": 1,
-    "batch_size": 1,
-    "seed": 0,
-    "log_every": 1,
-    "eval_every": 0,
-    "eval_batches": 0,
-    "checkpoint_every": 0,
-    "accumulation_steps": 1,
-    "ema_decay": 0.0,
-    "early_stopping_patience": 0,
-    "max_skipped_steps": 0,
-    "stop_after_step": 1,
-    "overfit_batches": 0,
-    "stall_timeout": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0.0,
-    "optimizer.clip_norm": 0.0,
-    "data.workers": 0,
-    "mesh.fsdp": 1,
-}
-
-
 def check(config: Config) -> None:
     """Raise SettingError for the first setting that is wrong, whatever the data and devices."""
-    values = flatten(config)
-    for name, least in MINIMUM.items():
-        if values[name] is not None:
-            require(least <= values[name] < math.inf, name, values[name], f"at least {least}")
+    check_minima(config)
     lr, decay, mesh_data = config.optimizer.learning_rate, config.ema_decay, config.mesh.data
     require(0 < lr < math.inf, "optimizer.learning_rate", lr, "above 0")
     require(decay < 1, "ema_decay", decay, "below 1")
@@ -198,39 +180,5 @@ def check(config: Config) -> None:
             first, last = 1, 0
         rule = "two steps A:B with 0 <= A < B"
         require(0 <= first < last, "profile_steps", config.profile_steps, rule)
-    config.model.check(require)
-
-
-def require(holds: bool, name: str, value: object, rule: str) -> None:
-    """Raise SettingError naming the flag, its value and the rule, unless the rule holds."""
-    if not holds:
-        raise SettingError(f"{flag(name)} {value}: must be {rule}")
-
-
-def flag(name: str) -> str:
-    """'optimizer.learning_rate' as it is typed on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, such as {'optimizer.learning_rate': 0.003}."""
-    flat: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, name + ".")
-        else:
-            flat[name] = list(value) if isinstance(value, tuple) else value
-    return flat
-
-
-def build(cls: type, values: dict[str, Any]) -> Any:
-    """A (nested) dataclass from JSON; settings that it does not have any more are left out."""
-    fields = {}
-    for field in dataclasses.fields(cls):
-        if field.name in values:
-            value = values[field.name]
-            if dataclasses.is_dataclass(field.default):
-                value = build(type(field.default), value)
-            fields[field.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**fields)
+    config.model.check()
+    config.task.check()

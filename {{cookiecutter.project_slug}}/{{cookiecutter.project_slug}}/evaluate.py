@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from .runtime.failures import explained, fetch
 from .runtime.watchdog import Watchdog
 from .runtime.workdir import find_run
 from .train_state import TrainState, plan_train_state
-from .train_step import Metrics, eval_step
+from .train_step import Metrics, jit_eval_step
 
 log = logging.getLogger(__package__)
 
@@ -35,14 +35,16 @@ log = logging.getLogger(__package__)
 def evaluate(
     score_batch: Callable[..., Metrics],
     state: TrainState,
-    stream: Generator[dict],
-    count: int,
+    split: batches.Split,
+    config: Config,
+    sharding: jax.sharding.Sharding,
     name: str,
     keep_going: Callable[[], bool] = lambda: True,
 ) -> dict[str, float] | None:
-    """Metrics over all `count` batches of the stream; None if keep_going() said no on the way."""
+    """Metrics of the state on a split; None if keep_going() said no between two batches."""
     parts = []
-    with contextlib.closing(stream):
+    count = batches.count_eval_batches(split, config)
+    with contextlib.closing(batches.eval_batches(split, config, sharding)) as stream:
         for batch in terminal.track(stream, count, name, "batches"):
             if not keep_going():
                 return None
@@ -55,7 +57,8 @@ def evaluate(
         # In float64, on the host: float32 would lose digits over many batches.
         return float(np.sum([part[name][i] for part in parts], dtype=np.float64))
 
-    return task.report({name: (total(name, 0), total(name, 1)) for name in parts[0]})
+    metrics = task.report({name: (total(name, 0), total(name, 1)) for name in parts[0]})
+    return metrics | batches.baseline(split)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def load_run(
     `data_path` is where the data is now, or other data to score.
     """
     path = find_run(str(path))
-    known, config = manifest.read_facts(path), command_line.saved_config(path)
+    known, config = manifest.read_manifest(path), command_line.saved_config(path)
     if config is None:
         raise SettingError(f"--workdir {path}: there is no run here (no config.json)")
     devices.open_devices(config)
@@ -102,8 +105,8 @@ def load_run(
         settings = dataclasses.replace(config.data, source="path", path=data_path)
         config = dataclasses.replace(config, data=settings)
     dataset = load_data(config, known["data"])
-    grid = mesh.create_mesh(config.mesh, config.batch_size, 1)
-    _, abstract = plan_train_state(config, dataset, grid)
+    device_mesh = mesh.create_mesh(config.mesh, config.batch_size, 1)
+    _, abstract = plan_train_state(config, dataset, device_mesh)
     with contextlib.closing(Checkpoints(path)) as checkpoints:
         step = checkpoints.find(checkpoint)
         try:
@@ -111,7 +114,7 @@ def load_run(
         except Damaged as error:
             others = checkpoints.others(step)
             raise SettingError(f"--checkpoint {checkpoint}: {error}. {others}") from error
-    return config, dataset, grid, state
+    return config, dataset, device_mesh, state
 
 
 def load_data(config: Config, trained_on: dict) -> data.Data:
@@ -135,17 +138,18 @@ def main(options: EvaluateConfig) -> dict[str, float]:
     logs.start_logging(quiet=options.json)
     with Watchdog(limit=0) as watchdog:
         with watchdog.waiting_for("loading the run and its data"):
-            config, dataset, grid, state = load_run(
+            config, dataset, device_mesh, state = load_run(
                 Path(options.workdir), options.checkpoint, options.data.path
             )
         config = dataclasses.replace(config, eval_batches=options.eval_batches)
         split = getattr(dataset, options.split)
-        stream = batches.eval_batches(split, config, mesh.batch_sharding(grid))
-        count = batches.count_eval_batches(split, config)
-        score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
+        sharding = mesh.batch_sharding(device_mesh)
+        score_batch = jit_eval_step(config, device_mesh)
         with explained(config, watchdog), watchdog.waiting_for("evaluating"):
-            scores = evaluate(score_batch, state, stream, count, options.split, watchdog.moved)
-    return {"step": int(state.step)} | scores | batches.baseline(split)
+            scores = evaluate(
+                score_batch, state, split, config, sharding, options.split, watchdog.moved
+            )
+    return {"step": int(state.step)} | scores
 
 
 def cli() -> int:

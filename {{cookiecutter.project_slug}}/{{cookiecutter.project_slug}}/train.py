@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 
-from . import batches, data, mesh
+from . import batches, data, mesh, optimizer, task, train_state
 from .config import Config, check, resolve
 from .evaluate import evaluate
-from .optimizer import decayed
 from .runtime import advice, command_line, devices, logs, manifest, processes, stop
 from .runtime.checkpoint import Checkpoints, Damaged, Unreadable
 from .runtime.failures import explained
@@ -27,8 +26,7 @@ from .runtime.progress import Progress
 from .runtime.recorder import Diverged, Recorder
 from .runtime.watchdog import Watchdog
 from .runtime.workdir import Run, open_run
-from .train_state import plan_train_state
-from .train_step import compile_train_step, eval_step
+from .train_step import compile_train_step, jit_eval_step
 
 log = logging.getLogger(__package__)
 
@@ -36,10 +34,8 @@ log = logging.getLogger(__package__)
 def main(config: Config, compile_step: Callable = compile_train_step) -> dict[str, Any]:
     """Train as configured and return the contents of result.json.
 
-    `compile_step` stands in for compile_train_step, for tools that watch the steps.
-
-    Raises SettingError for a setting, data or a run directory that cannot be used, before anything
-    is compiled or overwritten.
+    Tools that watch the steps give another `compile_step`. Raises SettingError for a setting, data
+    or a run directory that cannot be used, before anything is compiled or overwritten.
     """
     began = time.monotonic()
     check(config)
@@ -55,135 +51,167 @@ def main(config: Config, compile_step: Callable = compile_train_step) -> dict[st
         with watchdog.waiting_for("reading the data"), processes.failing_together():
             dataset = data.load(config)
             config = resolve(config, len(dataset.train))
-            grid = mesh.create_mesh(config.mesh, config.batch_size, config.accumulation_steps)
-        known = manifest.describe(config, dataset)
+            device_mesh = mesh.create_mesh(
+                config.mesh, config.batch_size, config.accumulation_steps
+            )
+        known = manifest.describe(
+            config,
+            batches.describe(dataset),
+            split_rule=dataset.split_rule,
+            best_by=task.BEST_METRIC,
+        )
         processes.require_same(known)
         with open_run(config, known, watchdog, began) as run:
-            if run.is_over:
-                log.info("%s", manifest.describe_end(run.path, run.result, is_over=True))
-                return run.result
-            return train(run, dataset, grid, watchdog, compile_step)
+            if not run.is_over:
+                train(run, dataset, device_mesh, watchdog, compile_step)
+            log.info("%s", manifest.describe_end(run))
+            return run.result
 
 
 def train(
     run: Run,
     dataset: data.Data,
-    grid: jax.sharding.Mesh,
+    device_mesh: jax.sharding.Mesh,
     watchdog: Watchdog,
     compile_step: Callable,
-) -> dict[str, Any]:
-    """Train from where the run is to its end, and return the contents of result.json."""
-    config, sharding = run.config, mesh.batch_sharding(grid)
+) -> None:
+    """Train from where the run is to its end, and write result.json."""
+    config, sharding = run.config, mesh.batch_sharding(device_mesh)
     with contextlib.ExitStack() as closing:
         # ------------------------------------------------------ The state: new, or as it was left
         with watchdog.waiting_for("creating or restoring the train state"):
-            create, abstract = plan_train_state(config, dataset, grid)
+            create, abstract = train_state.plan_train_state(config, dataset, device_mesh)
             checkpoints = closing.enter_context(contextlib.closing(Checkpoints(run.path)))
-            found = checkpoints.restore_latest(abstract)
-            state, progress = found or (jax.block_until_ready(create()), Progress())
-            step = start = saved = int(state.step)
+            restored = checkpoints.restore_latest(abstract)
+            state, progress = restored or (jax.block_until_ready(create()), Progress())
+            step = start = int(state.step)
             if step == 0 and config.init_from:
                 state = state.start_from(restore_params(Path(config.init_from), state.params))
-        lines = advice.check(config, dataset, state, run.earlier)
-        run.facts["weight_decay_on"] = decayed(state.params)["decayed"]
-        run.accept()
-        manifest.announce(run, dataset, step, lines)
+        introduce(run, dataset, state)
         progress.extend(config.total_steps)
-
         steps_per_epoch = len(dataset.train) // config.batch_size
-        recorder = Recorder(config, progress, state, steps_per_epoch, watchdog)
+        recorder = Recorder(config, progress, state, task.report, steps_per_epoch, watchdog)
         closing.callback(recorder.close)
         run.summary = recorder.summary
-        score_batch = jax.jit(eval_step, out_shardings=mesh.replicated(grid))
-        guard = None
+        score_batch = jit_eval_step(config, device_mesh)
 
-        def score(name, split):
+        def score(name, state, split):
             """Metrics of the state on a split; None if a stop was requested meanwhile."""
-            with recorder.paused(step, guard), watchdog.waiting_for("evaluating"):
-                stream = batches.eval_batches(split, config, sharding)
-                count = batches.count_eval_batches(split, config)
-                found = evaluate(score_batch, state, stream, count, name, recorder.keep_going)
-                return found and found | batches.baseline(split)
+            with recorder.paused(), watchdog.waiting_for("evaluating"):
+                return evaluate(
+                    score_batch, state, split, config, sharding, name, recorder.keep_going
+                )
 
         try:
             # ---------------------------------------------------------------- The compiled step
             with watchdog.waiting_for("compiling the step"):
-                train_step, fresh_totals, recorder.costs = compile_step(
-                    config, abstract, dataset.train, grid
+                run_step, fresh_totals, recorder.costs = compile_step(
+                    config, abstract, dataset.train, device_mesh
                 )
                 processes.wait_for_all("compiled")
             run.begin()
-            totals = fresh_totals()
             stream = batches.train_batches(dataset.train, config, sharding, step)
             closing.callback(stream.close)
-            recorder.begin(step)
+            totals = recorder.begin(fresh_totals)
 
             # ------------------------------------------------------------------------- The loop
             while True:
                 # Before every step: evaluate, save and end the run, each if it is due.
                 is_last, is_best = step >= config.total_steps, False
                 stopping = stop.poll() or start < step == config.stop_after_step
-                is_due = is_last or is_multiple(step, config.eval_every)
-                if config.eval_every and is_due and step > progress.evaluated_step and not stopping:
-                    scores = score("eval", dataset.validation)
+                is_eval_due = config.eval_every and (
+                    is_last or is_multiple(step, config.eval_every)
+                )
+                if is_eval_due and step > progress.evaluated_step and not stopping:
+                    scores = score("eval", state, dataset.validation)
                     stopping = scores is None
                     if scores:
                         recorder.write("eval", step, scores)
-                        is_best = progress.update(step, scores)
+                        best_by = task.BEST_METRIC, task.HIGHER_IS_BETTER
+                        is_best = progress.record(step, scores, *best_by)
                 status, reason = how_it_ends(config, progress, step, stopping)
-                is_due = bool(status) or is_multiple(step, config.checkpoint_every)
-                if is_best or (is_due and step > saved):
-                    with recorder.paused(step, guard), watchdog.waiting_for("saving"):
-                        # While updates are skipped nothing pushes out the checkpoints from before.
+                is_save_due = status or is_multiple(step, config.checkpoint_every)
+                if is_best or (is_save_due and step > checkpoints.saved_step):
+                    with recorder.paused(), watchdog.waiting_for("saving"):
+                        # While updates are skipped, new checkpoints would push out the last ones
+                        # from before.
                         if status or is_best or not recorder.skipped_in_a_row:
                             checkpoints.save(step, state, progress)
-                            saved = step
                 if status:
                     break
 
-                with recorder.waiting():
+                with recorder.pace.waiting_for_input():
                     batch = next(stream)
-                state, totals, guard = train_step(state, totals, batch)
+                state, totals, step_status = run_step(state, totals, batch)
                 step += 1
-                totals = recorder.step(step, totals, guard, fresh_totals)
+                totals = recorder.step(step, totals, step_status)
 
             # ------------------------------------------------------- The test of the best state
-            recorder.finish(step, totals, guard)
+            recorder.finish()
             with watchdog.waiting_for("saving the last checkpoint"):
                 checkpoints.wait()
-            tested, tested_step = None, None
+            test = {}
             if status != "preempted":
-                if progress.best_step not in (None, step):
-                    try:
-                        with watchdog.waiting_for("restoring the best checkpoint"):
-                            state, _ = checkpoints.restore(progress.best_step, abstract)
-                    except (Damaged, Unreadable) as error:
-                        log.error("%s. The last step is tested in place of the best", error)
-                tested_step = int(state.step)
-                tested = score("test", dataset.test)
-                if tested:
-                    recorder.write("test", tested_step, tested)
+                with watchdog.waiting_for("restoring the best checkpoint"):
+                    state = best_state(checkpoints, progress, state, abstract)
+                scores = score("test", state, dataset.test)
+                if scores:
+                    test = {"eval": scores, "tested_step": int(state.step)}
+                    recorder.write("test", test["tested_step"], scores)
                 else:
                     status, reason = "preempted", "stopped on request in the test"
         except Diverged as error:
-            status, reason, tested, tested_step = "diverged", str(error), None, None
+            status, reason, test = "diverged", str(error), {}
             good = max(checkpoints.steps, default="none")
             log.error("%s; last good checkpoint: %s", error, good)
         except (Exception, SystemExit):
             with contextlib.suppress(Exception):  # the metrics may be what failed
-                recorder.finish(step, totals, guard)
+                recorder.finish()
             checkpoints.rescue(step, state, progress)
             raise
-    result = run.end(
-        status,
-        reason,
-        eval=tested,
-        tested_step=tested_step,
-        eval_batches=config.eval_batches or None,
-    )
+    run.end(status, reason, **test)
     processes.wait_for_all("the end of the run")
-    log.info("%s", manifest.describe_end(run.path, result))
-    return result
+
+
+def introduce(run: Run, dataset: data.Data, state: train_state.TrainState) -> None:
+    """Say what this run is; from here on its start leaves traces. Raises SettingError."""
+    config, step = run.config, int(state.step)
+    about_data = batches.describe(dataset)
+    decayed = optimizer.decayed(state.params)["decayed"]
+    run.manifest["weight_decay_on"] = decayed
+    warnings = [
+        *dataset.warnings,
+        *advice.check(config, step, about_data["rows"], state.params),
+        *optimizer.doubts(config.optimizer, state.params),
+        *train_state.doubts(config, state),
+    ]
+    if run.earlier and step:
+        before = run.earlier["settings"]
+        warnings += advice.of_resuming(config, before, step)
+        warnings += optimizer.doubts_on_resume(
+            config.optimizer, step, before["total_steps"], config.total_steps
+        )
+    lines = batches.summary(dataset, config.total_steps, config.batch_size)
+    if config.optimizer.weight_decay:
+        lines.append(f"weight decay on {len(decayed)} arrays named kernel")
+    run.accept()
+    manifest.announce(run, step, lines, warnings)
+
+
+def best_state(
+    checkpoints: Checkpoints,
+    progress: Progress,
+    last: train_state.TrainState,
+    abstract: train_state.TrainState,
+) -> train_state.TrainState:
+    """The state with the best evaluation; the last one if that cannot be read."""
+    if progress.best_step in (None, int(last.step)):
+        return last
+    try:
+        return checkpoints.restore(progress.best_step, abstract)[0]
+    except (Damaged, Unreadable) as error:
+        log.error("%s. The last step is tested in place of the best", error)
+        return last
 
 
 def how_it_ends(

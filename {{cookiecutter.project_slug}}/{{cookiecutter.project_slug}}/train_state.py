@@ -6,16 +6,15 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training import train_state
 
-from . import task
+from . import batches, model, task
 from .config import Config
 from .data import Data
 from .mesh import state_sharding
-from .model import Model, create_model
 from .optimizer import create_optimizer, create_schedule
+from .runtime.functional import PureFunctions, pure_functions
 
 
 class LossScale(flax.struct.PyTreeNode):
@@ -50,9 +49,10 @@ class TrainState(train_state.TrainState):
     restored, sharded and protected from non-finite updates like the rest.
     """
 
-    batch_stats: dict
+    model_state: dict
+    """What the network keeps beside parameters: {"batch_stats": ..., and other collections}."""
     ema: dict | None
-    """Averaged {"params", "batch_stats"} when --ema-decay is on."""
+    """Averaged parameters and model state, as in `variables`, when --ema-decay is on."""
     loss_scale: LossScale
     """Used with --precision float16 only, but always there: a resumed run may change to it."""
     skipped_steps: jax.Array
@@ -68,8 +68,8 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict:
-        """What training computes with."""
-        return {"params": self.params, "batch_stats": self.batch_stats}
+        """What training computes with: {"params": ..., "batch_stats": ..., ...}."""
+        return {"params": self.params, **self.model_state}
 
     @property
     def eval_variables(self) -> dict:
@@ -82,18 +82,48 @@ class TrainState(train_state.TrainState):
         return self.replace(params=params, ema=ema)
 
 
+def doubts(config: Config, state: TrainState) -> list[str]:
+    """A line for each setting that has little effect on this state."""
+    lines = []
+    reached = float(average_decay(1.0, config.total_steps))
+    if config.ema_decay > reached:
+        lines.append(
+            f"--ema-decay {config.ema_decay}: in {config.total_steps} steps the average's decay "
+            f"rises to {reached:.3g} only, so that it forgets its start"
+        )
+    rows = config.batch_size // config.accumulation_steps
+    if config.accumulation_steps > 1 and rows < 8 and state.model_state.get("batch_stats"):
+        lines.append(
+            f"--accumulation-steps {config.accumulation_steps}: batch normalisation sees {rows} "
+            f"rows at a time, which is few"
+        )
+    return lines
+
+
+def update_average(ema: dict, variables: dict, decay: jax.Array) -> dict:
+    """The average after one more update. What is no float, such as a counter, is taken over."""
+
+    def average(old, new):
+        is_float = jnp.issubdtype(new.dtype, jnp.floating)
+        return optax.incremental_update(new, old, 1 - decay) if is_float else new
+
+    return jax.tree.map(average, ema, variables)
+
+
 def create_train_state(
-    config: Config, model: Model, tx: optax.GradientTransformation
+    config: Config, network: PureFunctions, tx: optax.GradientTransformation
 ) -> TrainState:
     """The state at step 0. Call it inside jit, so that each array is born where it belongs."""
-    variables = model.init(jax.random.key(config.seed))
+    variables = network.init(jax.random.key(config.seed))
+    ema = jax.tree.map(jnp.copy, variables) if config.ema_decay else None
+    params = variables.pop("params")
     zero = jnp.zeros((), jnp.int32)
     state = TrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
+        apply_fn=network.apply,
+        params=params,
         tx=tx,
-        batch_stats=variables["batch_stats"],
-        ema=jax.tree.map(jnp.copy, variables) if config.ema_decay else None,
+        model_state=variables,
+        ema=ema,
         loss_scale=LossScale(jnp.float32(2**15), zero),
         skipped_steps=zero,
         skipped_in_a_row=zero,
@@ -105,12 +135,16 @@ def create_train_state(
 def plan_train_state(
     config: Config, data: Data, mesh: jax.sharding.Mesh
 ) -> tuple[Callable[[], TrainState], TrainState]:
-    """How to make the state of this run, and its abstract form: shapes, dtypes and shardings."""
-    inputs = jax.eval_shape(task.model_inputs, data.train.rows(np.zeros(1, np.int64)))
-    model = create_model(config.model, inputs, data.num_outputs, jnp.dtype(config.precision))
+    """A function that makes the state of this run, and the state in abstract form.
+
+    The abstract state has a shape, dtype and sharding in the place of each array.
+    """
+    inputs = jax.eval_shape(task.model_inputs, batches.example(data.train))
+    dtype = jnp.dtype(config.precision)
+    build = functools.partial(model.build, config.model, inputs, data.num_outputs, dtype)
     schedule = create_schedule(config.optimizer, config.total_steps)
     tx = create_optimizer(config.optimizer, schedule)
-    create = functools.partial(create_train_state, config, model, tx)
+    create = functools.partial(create_train_state, config, pure_functions(build, inputs), tx)
     abstract = jax.eval_shape(create)
     shardings = state_sharding(mesh, abstract)
     abstract = jax.tree.map(

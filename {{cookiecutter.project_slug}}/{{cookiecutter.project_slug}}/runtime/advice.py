@@ -4,32 +4,24 @@ from typing import Any
 
 import jax
 
-from ..config import Config, SettingError
-from ..data import Data
-from ..optimizer import create_schedule, decayed
-from ..train_state import TrainState, average_decay
+from ..config import Config
+from .settings import SettingError
 
 
-def check(
-    config: Config, data: Data, state: TrainState, earlier: dict[str, Any] | None
-) -> list[str]:
+def check(config: Config, start: int, rows: dict[str, int | None], params: Any) -> list[str]:
     """A line for each combination of settings in which one of them has little or no effect.
 
-    `state` is the one that the run goes on from, `earlier` what config.json says of an earlier
-    start. Raises SettingError for what cannot be meant.
+    `start` is the step that the run goes on from, and `rows` those of each split, None where they
+    are not known. Raises SettingError for what cannot be meant.
     """
-    start = int(state.step)
-    lines = [
-        *of_length(config, len(data.train) // config.batch_size, start),
-        *of_evaluation(config, data),
-        *of_numbers(config, state),
+    return [
+        *of_length(config, start, rows["train"]),
+        *of_evaluation(config, rows),
+        *of_numbers(config, params),
     ]
-    if earlier and start:
-        lines += of_resuming(config, earlier["settings"], start)
-    return lines
 
 
-def of_length(config: Config, steps_per_epoch: int, start: int) -> list[str]:
+def of_length(config: Config, start: int, rows: int | None) -> list[str]:
     """Settings that count steps, against the length of the run."""
     lines, total = [], config.total_steps
     first, last = config.profile_range or (0, 1)
@@ -52,9 +44,10 @@ def of_length(config: Config, steps_per_epoch: int, start: int) -> list[str]:
         lines.append(f"--log-every {config.log_every}: the only log line comes at step {total}")
     if not config.checkpoint_every and not config.eval_every:
         lines.append("no checkpoint is saved before the end: a run that is killed has none")
-    if config.overfit_batches > steps_per_epoch:
+    if rows is not None and config.overfit_batches > rows // config.batch_size:
         lines.append(
-            f"--overfit-batches {config.overfit_batches}: is more than the {steps_per_epoch} "
+            f"--overfit-batches {config.overfit_batches}: is more than the "
+            f"{rows // config.batch_size} "
             f"batches of an epoch, so rows of these come more than once"
         )
     if config.overfit_batches and getattr(config.model, "dropout_rate", 0):
@@ -65,7 +58,7 @@ def of_length(config: Config, steps_per_epoch: int, start: int) -> list[str]:
     return lines
 
 
-def of_evaluation(config: Config, data: Data) -> list[str]:
+def of_evaluation(config: Config, rows: dict[str, int | None]) -> list[str]:
     lines, total, every = [], config.total_steps, config.eval_every
     if every > total:
         lines.append(
@@ -78,50 +71,24 @@ def of_evaluation(config: Config, data: Data) -> list[str]:
             f"--early-stopping-patience {config.early_stopping_patience} has no effect: with an "
             f"evaluation every {every} steps the run ends before, at step {total}"
         )
-    held_out = max(len(data.validation), len(data.test))
-    if config.eval_batches * config.batch_size >= held_out:
-        rows = f"{len(data.validation)} rows of validation and {len(data.test)} of the test"
-        lines.append(f"--eval-batches {config.eval_batches} has no effect on all of the {rows}")
+    validation, test = rows["validation"], rows["test"]
+    if validation and test and config.eval_batches * config.batch_size >= max(validation, test):
+        lines.append(
+            f"--eval-batches {config.eval_batches} has no effect on all of the {validation} rows "
+            f"of validation and {test} of the test"
+        )
     return lines
 
 
-def of_numbers(config: Config, state: TrainState) -> list[str]:
-    """Precision, averages, layout."""
+def of_numbers(config: Config, params: Any) -> list[str]:
+    """Precision, layout, and what ends a run."""
     lines = []
     if config.precision == "float16" and config.max_skipped_steps < 16:
         lines.append(
             f"--max-skipped-steps {config.max_skipped_steps}: float16 may skip 16 updates in a row "
             f"until its loss scale fits, and the run then counts as diverged"
         )
-    reached = float(average_decay(1.0, config.total_steps))
-    if config.ema_decay > reached:
-        lines.append(
-            f"--ema-decay {config.ema_decay}: in {config.total_steps} steps the average's decay "
-            f"rises to {reached:.3g} only, so that it forgets its start"
-        )
-    rows = config.batch_size // config.accumulation_steps
-    if config.accumulation_steps > 1 and rows < 8 and state.batch_stats:
-        lines.append(
-            f"--accumulation-steps {config.accumulation_steps}: batch normalisation sees {rows} "
-            f"rows at a time, which is few"
-        )
-    if config.optimizer.name == "sgd" and config.optimizer.learning_rate < 0.01:
-        lines.append(
-            f"--optimizer.learning-rate {config.optimizer.learning_rate} is low for sgd: on the "
-            f"digits 0.03 to 0.1 learned faster"
-        )
-    found = decayed(state.params)
-    if config.optimizer.weight_decay and found["unknown"]:
-        lines.append(
-            f"weight decay leaves out {', '.join(found['unknown'][:5])}, as only arrays named "
-            f"kernel are decayed: see decay_mask in optimizer.py"
-        )
-    if config.optimizer.weight_decay and not found["decayed"]:
-        lines.append(
-            f"--optimizer.weight-decay {config.optimizer.weight_decay} has no effect: no array is "
-            f"named kernel"
-        )
-    is_split = any("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(state.params))
+    is_split = any("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(params))
     if config.mesh.fsdp > 1 and not is_split:
         lines.append(f"--mesh.fsdp {config.mesh.fsdp}: all parameters are too small to be split")
     if config.deterministic and jax.default_backend() == "cpu":
@@ -134,19 +101,9 @@ def of_numbers(config: Config, state: TrainState) -> list[str]:
 
 
 def of_resuming(config: Config, earlier: dict[str, Any], start: int) -> list[str]:
-    lines = []
-    if config.init_from and config.init_from != earlier.get("init_from"):
-        lines.append(
-            f"--init-from {config.init_from} is not read: the run goes on from its own step {start}"
-        )
-    before, after = (
-        float(create_schedule(config.optimizer, total)(start))
-        for total in (earlier["total_steps"], config.total_steps)
-    )
-    if after > 1.01 * before:
-        lines.append(
-            f"--total-steps {earlier['total_steps']} -> {config.total_steps}: the learning rate "
-            f"rises from {before:.3g} to {after:.3g}, where the longer schedule is by now. "
-            f"A run with --optimizer.schedule wsd or constant can be prolonged without that"
-        )
-    return lines
+    """Settings that have no effect when a run goes on, against those of its earlier start."""
+    if not config.init_from or config.init_from == earlier.get("init_from"):
+        return []
+    return [
+        f"--init-from {config.init_from} is not read: the run goes on from its own step {start}"
+    ]

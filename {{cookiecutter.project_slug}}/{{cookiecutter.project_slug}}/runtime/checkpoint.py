@@ -13,16 +13,15 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..config import SettingError
-from ..train_state import TrainState
 from .digests import checksum, digest, layout, leaves_by_name, name_of, require_same_layout
 from .failures import fetch, is_out_of_memory, is_outside, remedy, summary
 from .processes import gather, require_same, wait_for_all
 from .progress import Progress
+from .settings import SettingError
 
 log = logging.getLogger(__package__.partition(".")[0])
 
-MODEL_FIELDS = ("params", "batch_stats", "ema")
+MODEL_FIELDS = ("params", "model_state", "ema")  # those of a state that evaluation needs
 
 
 class SaveFailed(OSError):
@@ -40,14 +39,17 @@ class Unreadable(SettingError):
 class Checkpoints:
     """The checkpoints of one run: a directory per step with the items model, training, progress.
 
-    `model` holds what evaluation needs and `training` the rest of the TrainState. The two latest
-    checkpoints and the best one are kept. Every process must make every call.
+    A state is a dataclass that is a pytree, such as Flax's TrainState: `model` holds those of its
+    fields that evaluation needs and `training` the others. The two latest checkpoints and the best
+    one are kept. Every process must make every call.
     """
 
     def __init__(self, workdir: Path):
         self.directory = workdir / "checkpoints"
         self.replaced = workdir / "replaced"
         self.best_step: int | None = None
+        self.saved_step = 0
+        """The step that was saved last, or that the run was restored from."""
         self.failed = self.replacing = False
         self.manager = ocp.CheckpointManager(
             self.directory,
@@ -62,24 +64,24 @@ class Checkpoints:
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in (*steps[-2:], self.best_step) for step in steps]
 
-    def save(self, step: int, state: TrainState, progress: Progress) -> None:
+    def save(self, step: int, state: Any, progress: Progress) -> None:
         """Start to write a checkpoint in the background. Its failure is raised by the next call."""
         self.wait()
         if step in self.manager.all_steps():  # stays at hand until the new one is complete
             self._move(step, self.replaced)
             self.replacing = True  # another process that reads this run must leave it alone
-        self.best_step = progress.best_step
+        self.best_step, self.saved_step = progress.best_step, step
         items = _items(state)
-        facts = dataclasses.asdict(progress) | {
+        metadata = dataclasses.asdict(progress) | {
             "layout": {name: layout(item) for name, item in items.items()},
             "digest": {name: int(fetch(digest(item))) for name, item in items.items()},
         }
         args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
-        args["progress"] = ocp.args.JsonSave(facts | {"check": checksum(facts)})
+        args["progress"] = ocp.args.JsonSave(metadata | {"check": checksum(metadata)})
         with self._saving():
             self.manager.save(step, args=ocp.args.Composite(**args), force=True)
 
-    def rescue(self, step: int, state: TrainState, progress: Progress) -> None:
+    def rescue(self, step: int, state: Any, progress: Progress) -> None:
         """Save what an exception outside of the step would lose, if that can be done."""
         if step in self.steps or not step or self.failed:
             return
@@ -168,10 +170,10 @@ class Checkpoints:
         """The best step as the newest readable checkpoint knows it; None before there is one."""
         for step in self.steps:
             with contextlib.suppress(Damaged):
-                return self._facts(step)["best_step"]
+                return self._metadata(step)["best_step"]
         return None
 
-    def restore_latest(self, state: TrainState) -> tuple[TrainState, Progress] | None:
+    def restore_latest(self, state: Any) -> tuple[Any, Progress] | None:
         """State and progress of the newest checkpoint that can be read, None if there is none.
 
         The given abstract state says shapes, dtypes and shardings. Damaged checkpoints are moved to
@@ -195,43 +197,44 @@ class Checkpoints:
             log.warning("%s; it is moved to damaged/, and an older one is used", reason)
             self._move(step, self.directory.parent / "damaged")
         require_same({"the restored checkpoint": int(found[0].step) if found else None})
-        self.best_step = found[1].best_step if found else None
+        if found:
+            self.best_step, self.saved_step = found[1].best_step, int(found[0].step)
         return found
 
-    def restore(self, step: int, state: TrainState) -> tuple[TrainState, Progress]:
+    def restore(self, step: int, state: Any) -> tuple[Any, Progress]:
         """State and progress of this step, placed like the given abstract state.
 
         Raises Damaged if it cannot be read, SettingError if the state has another structure.
         """
-        facts, items = self._facts(step), _items(state)
+        metadata, items = self._metadata(step), _items(state)
         for name, item in items.items():
-            require_same_layout(facts["layout"][name], layout(item), self.directory / str(step))
-        restored = self._read(step, facts, items)
-        progress = {f.name: facts[f.name] for f in dataclasses.fields(Progress)}
+            require_same_layout(metadata["layout"][name], layout(item), self.directory / str(step))
+        restored = self._read(step, metadata, items)
+        progress = {f.name: metadata[f.name] for f in dataclasses.fields(Progress)}
         return state.replace(**restored["model"], **restored["training"]), Progress(**progress)
 
-    def _facts(self, step: int) -> dict[str, Any]:
+    def _metadata(self, step: int) -> dict[str, Any]:
         """What was saved beside the arrays: progress, layouts and digests."""
         with _reading(step):
             args = ocp.args.Composite(progress=ocp.args.JsonRestore())
-            facts = dict(self.manager.restore(step, args=args)["progress"])
-            if facts.pop("check") != checksum(facts):
+            metadata = dict(self.manager.restore(step, args=args)["progress"])
+            if metadata.pop("check") != checksum(metadata):
                 raise ValueError("its progress is not what was saved")
-        return facts
+        return metadata
 
-    def _read(self, step: int, facts: dict[str, Any], items: dict[str, Any]) -> Any:
+    def _read(self, step: int, metadata: dict[str, Any], items: dict[str, Any]) -> Any:
         """These items, given as abstract trees."""
         with _reading(step):
             args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
             restored = self.manager.restore(step, args=ocp.args.Composite(**args))
             for name in items:
-                if int(fetch(digest(restored[name]))) != facts["digest"][name]:
+                if int(fetch(digest(restored[name]))) != metadata["digest"][name]:
                     raise ValueError(f"its {name} is not what was saved")
         return restored
 
     def read_params(self, step: int, params: Any) -> Any:
         """The saved parameters as they are, placed like those of the same name and shape."""
-        facts, alike = self._facts(step), leaves_by_name(params)
+        metadata, alike = self._metadata(step), leaves_by_name(params)
 
         def abstract(path, saved):
             like = alike.get(name_of(path[1:]))
@@ -245,7 +248,7 @@ class Checkpoints:
             if saved is None:
                 raise ValueError("what it says of its arrays cannot be read")
             model = jax.tree_util.tree_map_with_path(abstract, saved.tree)
-        return self._read(step, facts, {"model": model})["model"]["params"]
+        return self._read(step, metadata, {"model": model})["model"]["params"]
 
     def _tidy_up(self) -> None:
         """Clear away what a killed save left: half a checkpoint, or one about to be replaced."""
@@ -288,12 +291,12 @@ def _reading(step: int) -> Generator[None]:
         raise Damaged(f"checkpoint {step} is damaged: {summary(error)}") from error
 
 
-def _items(state: TrainState) -> dict[str, dict]:
+def _items(state: Any) -> dict[str, dict]:
     """The arrays of the state as the two items of a checkpoint."""
     fields = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
         if field.metadata.get("pytree_node", True)
     }
-    model = {name: fields.pop(name) for name in MODEL_FIELDS}
+    model = {name: fields.pop(name) for name in MODEL_FIELDS if name in fields}
     return {"model": model, "training": fields}

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import tyro
 
-from ..config import Config, SettingError, build
+from ..config import Config
 from . import processes, stop, terminal
 from .failures import OutOfMemory
-from .manifest import read_facts
+from .manifest import read_manifest
+from .settings import SettingError, build
 from .workdir import find_run
 
 Settings = TypeVar("Settings")
@@ -66,7 +67,7 @@ def parse_settings(arguments: list[str]) -> Config:
 
 def saved_config(path: Path) -> Config | None:
     """The settings of the run in this directory, None if there is none."""
-    saved = read_facts(path)
+    saved = read_manifest(path)
     if not saved:
         return None
     config = build(Config, saved["settings"])

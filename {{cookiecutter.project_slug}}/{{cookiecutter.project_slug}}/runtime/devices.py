@@ -7,8 +7,9 @@ import re
 
 import jax
 
-from ..config import Config, SettingError
+from ..config import Config
 from . import accelerators, processes
+from .settings import SettingError
 
 log = logging.getLogger(__package__.partition(".")[0])
 

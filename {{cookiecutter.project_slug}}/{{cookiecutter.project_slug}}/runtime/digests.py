@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..config import SettingError
+from .settings import SettingError
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -60,6 +60,6 @@ def digest(tree: Any) -> jax.Array:
     return total
 
 
-def checksum(facts: dict[str, Any]) -> int:
+def checksum(contents: dict[str, Any]) -> int:
     """The same for what is saved as JSON."""
-    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(contents, sort_keys=True).encode())

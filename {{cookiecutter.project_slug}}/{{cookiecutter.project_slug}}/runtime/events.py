@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
 
 log = logging.getLogger(__package__.partition(".")[0])
 
@@ -37,12 +37,10 @@ class Events:
                 Event(wall_time=time.time(), step=start + 1, session_log=log_start),
             )
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Add a point to each of these curves."""
-        now = time.time()
-        summaries = [scalar(name, value) for name, value in values.items()]
+    def write(self, step: int, summary: Summary) -> None:
+        """Add a point of a curve, an image, a histogram or a text."""
         with self.given_up_on_error():
-            self.put(*(Event(wall_time=now, step=step, summary=summary) for summary in summaries))
+            self.put(Event(wall_time=time.time(), step=step, summary=summary))
 
     def put(self, *events: Event) -> None:
         data = b"".join(map(record, events))

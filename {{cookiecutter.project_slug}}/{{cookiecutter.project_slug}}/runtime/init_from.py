@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from ..config import SettingError
 from .checkpoint import Checkpoints, Damaged
 from .digests import leaves_by_name, name_of
+from .settings import SettingError
 from .workdir import find_run
 
 log = logging.getLogger(__package__.partition(".")[0])

@@ -17,42 +17,26 @@ from typing import Any
 
 import jax
 
-from ..config import Config, SettingError, build, check, flag, flatten
-from ..data import Data
-from ..task import BEST_METRIC
+from ..config import Config, check
+from .settings import SettingError, build, fields_of, flag
 
 log = logging.getLogger(__package__.partition(".")[0])
 
-# Settings that belong to one start of a run, and those that a resumed run may change; "mesh."
-# stands for all settings below it.
-PER_START = ("workdir", "init_from", "stop_after_step", "profile_steps")
-CHANGEABLE = (
-    *("total_steps", "log_every", "eval_every", "checkpoint_every", "early_stopping_patience"),
-    *("max_skipped_steps", "platform", "debug_nans", "stall_timeout", "quiet"),
-    *("accumulation_steps", "precision", "data.path", "data.source", "data.workers", "mesh."),
-)
-# What a change of some of them means for the rest of the run.
-MEANING = {
-    "accumulation_steps": "the same updates but for rounding, unless the network has dropout or "
-    "batch normalisation, which see one micro-batch at a time",
-    "precision": "from here on the network computes in it; parameters stay float32",
-}
 NOT_BIT_FOR_BIT = "this goes on correctly, but not bit for bit"
 OVER = ("completed", "early_stopped")
 CIRCUMSTANCES = ("devices", "processes", "xla_flags", "versions")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe(config: Config, data: Data) -> dict[str, Any]:
-    """What config.json holds: every setting, the data, the code and the circumstances."""
+def describe(config: Config, data: dict[str, Any], **notes: str) -> dict[str, Any]:
+    """What config.json holds: every setting, the data, the code and the circumstances.
+
+    A resumed run must see the same `data`; the notes are for the reader.
+    """
     return {
         "settings": dataclasses.asdict(config),
-        "data": {
-            "fingerprint": data.fingerprint,
-            "rows": {name: len(getattr(data, name)) for name in ("train", "validation", "test")},
-            "outputs": data.num_outputs,
-        },
-        "split_rule": data.split_rule,
+        "data": data,
+        **notes,
         "code": code(),
         "platform": jax.default_backend(),
         "devices": jax.device_count(),
@@ -87,9 +71,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def announce(run: Any, data: Data, step: int, advice: list[str]) -> None:
+def announce(run: Any, step: int, lines: list[str], warnings: list[str]) -> None:
     """Say what the run has to work with, what changed, and what may surprise."""
-    config, known, found = run.config, run.facts, run.facts["versions"]
+    known, found = run.manifest, run.manifest["versions"]
     log.info("%s: %s", run.path, f"resumed at step {step}" if step else "a new run")
     log.info(
         "%s %s, %d in all; %d process(es); jax %s, flax %s%s; XLA_FLAGS: %s",
@@ -98,32 +82,21 @@ def announce(run: Any, data: Data, step: int, advice: list[str]) -> None:
         " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
         known["xla_flags"].strip() or "none",
     )
-    for name in ("train", "validation", "test"):
-        split = getattr(data, name)
-        log.info("%-10s  %s", name, getattr(split, "summary", f"{len(split):,} rows"))
-    if data.split_rule:
-        log.info("%s", data.split_rule)
-    rows, size = len(data.train), config.batch_size
-    log.info(
-        "%d steps are %.3g epochs of %d steps%s",
-        *(config.total_steps, config.total_steps / (rows // size), rows // size),
-        f"; {rows % size} rows are left over in each, others every time" if rows % size else "",
-    )
-    if config.optimizer.weight_decay:
-        log.info("weight decay on %d arrays named kernel", len(known["weight_decay_on"]))
-    for line in run.changes:
+    for line in (*lines, *run.changes):
         log.info("%s", line)
-    for line in (*data.warnings, *advice):
+    for line in warnings:
         log.warning("%s", line)
 
 
-def describe_end(path: Path, result: dict[str, Any], is_over: bool = False) -> str:
+def describe_end(run: Any) -> str:
     """How a run ended, now or earlier, which step is best, and how to go on."""
-    line = f"{path}: {'over, ' if is_over else ''}{result['status']} at step {result['step']}"
+    path, result = run.path, run.result
+    line = f"{path}: {'over, ' if run.is_over else ''}{result['status']} at step {result['step']}"
     if result.get("reason"):
         line += f": {result['reason']}"
     if result.get("best_step") is not None and result.get("best_metric") is not None:
-        line += f"; best step {result['best_step']}, {BEST_METRIC} {result['best_metric']:.4g}"
+        metric = f"{run.manifest['best_by']} {result['best_metric']:.4g}"
+        line += f"; best step {result['best_step']}, {metric}"
     ways = {
         "preempted": f"to go on: --workdir {path}",
         "completed": f"to prolong it: --workdir {path} --total-steps N",
@@ -148,34 +121,34 @@ def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
     return contents if isinstance(contents, dict) and contents.keys() >= set(needed) else None
 
 
-def read_facts(path: Path) -> dict[str, Any] | None:
+def read_manifest(path: Path) -> dict[str, Any] | None:
     """What config.json says of the run in this directory, None if there is none.
 
     Raises SettingError if it is lost: its run would go on with other settings.
     """
     file = path / "config.json"
     needed = ("settings", "data", "platform", "devices", "processes", "versions")
-    facts = read_json(file, *needed)
-    if facts is not None and not is_sound(facts):
-        facts = None
+    manifest = read_json(file, *needed)
+    if manifest is not None and not is_sound(manifest):
+        manifest = None
     checkpoints = glob.glob(os.path.join(glob.escape(os.fspath(path)), "checkpoints", "*"))
-    if facts is None and (checkpoints or os.path.exists(file)):
+    if manifest is None and (checkpoints or os.path.exists(file)):
         raise SettingError(
             f"{file} is missing or damaged, so the settings of this run are not known: put back a "
             f"copy, or start a new --workdir, with --init-from {path} to go on from its parameters"
         )
-    return facts
+    return manifest
 
 
-def is_sound(facts: dict[str, Any]) -> bool:
+def is_sound(manifest: dict[str, Any]) -> bool:
     """Whether the contents of config.json are of the form that describe() gives them."""
     try:
-        config = build(Config, facts["settings"])
+        config = build(Config, manifest["settings"])
         check(config)
         return (
             config.total_steps is not None
-            and facts["data"].keys() >= {"fingerprint", "outputs"}
-            and isinstance(facts["versions"], dict)
+            and manifest["data"].keys() >= {"fingerprint", "outputs"}
+            and isinstance(manifest["versions"], dict)
         )
     except (AttributeError, TypeError, ValueError):
         return False
@@ -207,7 +180,7 @@ def compare(
     path: Path,
     earlier: dict[str, Any] | None,
     result: dict[str, Any] | None,
-    facts: dict[str, Any],
+    manifest: dict[str, Any],
     config: Config,
 ) -> tuple[list[str], bool]:
     """What changed since this run was last started, a line each, and whether nothing is left to do.
@@ -217,36 +190,40 @@ def compare(
     """
     if earlier is None:
         return [], False
-    before, after = flatten(build(Config, earlier["settings"])), flatten(config)
-    changed = [name for name in after if before[name] != after[name] and name not in PER_START]
-    lines = []
-    for name in changed:
-        change = f"{flag(name)}: {before[name]} -> {after[name]}"
-        if not name.startswith(CHANGEABLE):
+    saved = {name: value for name, _, value in fields_of(build(Config, earlier["settings"]))}
+    lines, changed = [], []
+    for name, field, value in fields_of(config):
+        on_resume = field.metadata.get("resume", "refused")
+        if value == saved[name] or on_resume == "per start":
+            continue
+        change = f"{flag(name)}: {saved[name]} -> {value}"
+        if on_resume == "refused":
             raise SettingError(
-                f"{change} cannot change when a run is resumed. Keep {before[name]}, or start a "
+                f"{change} cannot change when a run is resumed. Keep {saved[name]}, or start a "
                 f"new --workdir, with --init-from {path} to go on from its parameters"
             )
-        lines.append(f"changed {change}" + (f" ({MEANING[name]})" if name in MEANING else ""))
-    if earlier["data"] != facts["data"]:
+        changed.append(name)
+        meaning = field.metadata.get("meaning")
+        lines.append(f"changed {change}" + (f" ({meaning})" if meaning else ""))
+    if earlier["data"] != manifest["data"]:
         raise SettingError(
-            f"the data changed since this run was started: {earlier['data']} -> {facts['data']}. "
-            f"Restore it, or start a new --workdir with --init-from {path}"
+            f"the data changed since this run was started: {earlier['data']} -> "
+            f"{manifest['data']}. Restore it, or start a new --workdir with --init-from {path}"
         )
-    edited = differing(earlier.get("code") or facts["code"], facts["code"])
+    edited = differing(earlier.get("code") or manifest["code"], manifest["code"])
     if edited:
         lines.append(
             f"the code changed: {', '.join(edited)}. This start goes on with the new code; whether "
             f"the result still makes sense is for you to judge"
         )
     for name in ("platform", "devices", "processes", "xla_flags"):
-        if earlier.get(name) != facts[name]:
+        if earlier.get(name) != manifest[name]:
             lines.append(
-                f"changed {name}: {earlier.get(name)} -> {facts[name]} ({NOT_BIT_FOR_BIT})"
+                f"changed {name}: {earlier.get(name)} -> {manifest[name]} ({NOT_BIT_FOR_BIT})"
             )
-    for name in differing(earlier["versions"], facts["versions"]):
+    for name in differing(earlier["versions"], manifest["versions"]):
         if name != "git":  # the code was compared above
-            old, new = earlier["versions"].get(name), facts["versions"].get(name)
+            old, new = earlier["versions"].get(name), manifest["versions"].get(name)
             is_harmless = name in ("python", "numpy", "jax", "jaxlib")
             meaning = NOT_BIT_FOR_BIT if is_harmless else "it may compute something else: compare"
             lines.append(f"changed {name}: {old} -> {new} ({meaning})")

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from ..config import SettingError
+from .settings import SettingError
 
 log = logging.getLogger(__package__.partition(".")[0])
 

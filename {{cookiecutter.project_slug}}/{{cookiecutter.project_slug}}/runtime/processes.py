@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ..config import SettingError, flag
 from . import stop, terminal
+from .settings import SettingError, flag
 
 ARRIVAL, PATIENCE = 120, 24 * 3600  # seconds, until all have joined; for the slowest later on
 
@@ -168,9 +168,9 @@ def describe_problem(problem: Exception | None) -> str:
     return f"process {jax.process_index()} on {platform.node()}: {problem}"
 
 
-def require_same(facts: dict[str, Any]) -> None:
-    """Raise SettingError naming the processes whose facts differ from those of process 0."""
-    own = {"host": platform.node(), **dict(flatten(facts))}
+def require_same(values: dict[str, Any]) -> None:
+    """Raise SettingError naming the processes whose values differ from those of process 0."""
+    own = {"host": platform.node(), **dict(flatten(values))}
     first, *others = map(json.loads, gather(json.dumps(own)))
     differing = []
     for rank, other in enumerate(others, 1):

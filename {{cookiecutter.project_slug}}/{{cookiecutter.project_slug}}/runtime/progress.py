@@ -3,8 +3,6 @@
 import dataclasses
 import math
 
-from .. import task
-
 
 @dataclasses.dataclass
 class Progress:
@@ -25,15 +23,18 @@ class Progress:
         if total_steps > self.total_steps:
             self.total_steps, self.evaluations_since_best = total_steps, 0
 
-    def update(self, step: int, scores: dict[str, float]) -> bool:
-        """Take note of an evaluation; True if it is a new best.
+    def record(
+        self, step: int, scores: dict[str, float], best_metric: str, higher_is_better: bool
+    ) -> bool:
+        """Take note of an evaluation; True if it is a new best by the named metric.
 
-        Of equal ones the first is best. One with a metric that is not finite never is: accuracy,
-        for one, is a number even when the loss is NaN.
+        Of equal evaluations the first is best. One with a metric that is not finite never is:
+        accuracy, for one, is a number even when the loss is NaN.
         """
-        metric, is_finite = scores[task.BEST_METRIC], all(map(math.isfinite, scores.values()))
-        sign = 1 if task.HIGHER_IS_BETTER else -1
+        metric = scores[best_metric]
+        sign = 1 if higher_is_better else -1
         best = -math.inf if self.best_metric is None else sign * self.best_metric
+        is_finite = all(map(math.isfinite, scores.values()))
         is_best = is_finite and sign * metric > best
         if is_best:
             self.best_step, self.best_metric = step, metric

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 
-from ..config import Config, SettingError
+from ..config import Config
 from . import logs, processes
 from .failures import OutOfMemory, explained
-from .manifest import CIRCUMSTANCES, OVER, compare, read_facts, read_json, write_json
+from .manifest import CIRCUMSTANCES, OVER, compare, read_json, read_manifest, write_json
 from .owner import Owner
+from .settings import SettingError
 from .watchdog import Watchdog
 
 log = logging.getLogger(__package__.partition(".")[0])
@@ -28,14 +29,14 @@ log = logging.getLogger(__package__.partition(".")[0])
 class Run:
     """The directory of a run, while this process trains there."""
 
-    def __init__(self, path: Path, config: Config, facts: dict[str, Any], began: float):
-        self.path, self.facts, self.began = path, facts, began
+    def __init__(self, path: Path, config: Config, manifest: dict[str, Any], began: float):
+        self.path, self.manifest, self.began = path, manifest, began
         self.is_default = config.workdir is None
         self.config = dataclasses.replace(config, workdir=os.fspath(path))
-        facts["settings"]["workdir"] = os.fspath(path)
-        self.earlier = read_facts(path)
+        manifest["settings"]["workdir"] = os.fspath(path)
+        self.earlier = read_manifest(path)
         self.result = read_json(path / "result.json", "status", "step")
-        self.changes, self.is_over = compare(path, self.earlier, self.result, facts, self.config)
+        self.changes, self.is_over = compare(path, self.earlier, self.result, manifest, self.config)
         self.summary: Callable[[], dict[str, Any]] = dict
         """What else belongs into result.json; called at the end."""
         self.is_accepted = self.has_begun = False
@@ -52,19 +53,19 @@ class Run:
         beside = os.path.relpath(os.path.expanduser(place), self.path) if place else None
         now = datetime.datetime.now().isoformat(" ", "seconds")
         notes = {"data_beside_run": beside, "began": now}
-        write_json(self.path / "config.json", self.facts | notes)
+        write_json(self.path / "config.json", self.manifest | notes)
         if jax.process_index() == 0:
             (self.path / "result.json").unlink(missing_ok=True)
             if self.is_default:
                 point_latest(self.path)
 
-    def end(self, status: str, reason: str, **more: Any) -> dict[str, Any]:
-        """Write result.json and return what it holds."""
+    def end(self, status: str, reason: str, **more: Any) -> None:
+        """Write result.json."""
         result = {"status": status, "reason": reason} | self.summary() | more
-        result |= {name: self.facts[name] for name in CIRCUMSTANCES}
+        result |= {name: self.manifest[name] for name in CIRCUMSTANCES}
         result["seconds"] = time.monotonic() - self.began
         write_json(self.path / "result.json", result)
-        return result
+        self.result = result
 
     def abandon(self, reason: str, error: BaseException | None = None) -> None:
         """Write down why this start ends before its time, as far as that is still possible."""
@@ -82,17 +83,17 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-    config: Config, facts: dict[str, Any], watchdog: Watchdog, began: float
+    config: Config, manifest: dict[str, Any], watchdog: Watchdog, began: float
 ) -> Generator[Run]:
     """Own the run directory of this configuration while a run goes on in it.
 
-    Raises SettingError if it cannot be used or does not fit these facts. A start that is refused,
-    here or inside, leaves everything as it was.
+    Raises SettingError if the directory cannot be used, or is of a run that differs from what this
+    `manifest` describes. A start that is refused, here or inside, leaves everything as it was.
     """
     with contextlib.ExitStack() as closing:
         closing.callback(logs.end_logging)
         path, made = claim(config.workdir, watchdog, closing)
-        run = Run(path, config, facts, began)
+        run = Run(path, config, manifest, began)
         watchdog.abandon = run.abandon
         try:
             with explained(config, watchdog):

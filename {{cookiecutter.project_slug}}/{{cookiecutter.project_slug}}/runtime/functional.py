@@ -1,0 +1,1 @@
+{% include 'functional_' ~ cookiecutter.flax_api ~ '.py' %}

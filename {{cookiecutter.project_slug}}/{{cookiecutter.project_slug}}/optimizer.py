@@ -67,42 +67,6 @@ def decayed(params: Any) -> dict[str, list[str]]:
     return kinds
 
 
-def doubts(config: OptimizerConfig, params: Any) -> list[str]:
-    """A line for each setting that has little effect on these parameters."""
-    lines, found = [], decayed(params)
-    if config.name == "sgd" and config.learning_rate < 0.01:
-        lines.append(
-            f"--optimizer.learning-rate {config.learning_rate} is low for sgd: on the digits 0.03 "
-            f"to 0.1 learned faster"
-        )
-    if config.weight_decay and found["unknown"]:
-        lines.append(
-            f"weight decay leaves out {', '.join(found['unknown'][:5])}, as only arrays named "
-            f"kernel are decayed: see decay_mask in optimizer.py"
-        )
-    if config.weight_decay and not found["decayed"]:
-        lines.append(
-            f"--optimizer.weight-decay {config.weight_decay} has no effect: no array is named "
-            f"kernel"
-        )
-    return lines
-
-
-def doubts_on_resume(
-    config: OptimizerConfig, step: int, before: int, total_steps: int
-) -> list[str]:
-    """A line if the learning rate rises again, because the run was `before` steps long so far."""
-    old = float(create_schedule(config, before)(step))
-    new = float(create_schedule(config, total_steps)(step))
-    if new <= 1.01 * old:
-        return []
-    return [
-        f"--total-steps {before} -> {total_steps}: the learning rate rises from {old:.3g} to "
-        f"{new:.3g}, where the longer schedule is by now. A run with --optimizer.schedule wsd or "
-        f"constant can be prolonged without that"
-    ]
-
-
 def names(path: Any) -> tuple[str, ...]:
     """The modules around an array and its own name; nn.Partitioned adds an attribute, left out."""
     keys = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))

@@ -117,24 +117,23 @@ def train(
             # ------------------------------------------------------------------------- The loop
             while True:
                 # Before every step: evaluate, save and end the run, each if it is due.
-                is_last, is_best = step >= config.total_steps, False
+                is_best = False
                 stopping = stop.poll() or start < step == config.stop_after_step
-                is_eval_due = config.eval_every and (
-                    is_last or is_multiple(step, config.eval_every)
-                )
-                if is_eval_due and step > progress.evaluated_step and not stopping:
+                if not stopping and is_evaluation_due(config, progress, step):
                     scores = score("eval", state, dataset.validation)
                     stopping = scores is None
                     if scores:
                         recorder.write("eval", step, scores)
-                        best_by = task.BEST_METRIC, task.HIGHER_IS_BETTER
-                        is_best = progress.record(step, scores, *best_by)
+                        is_best = progress.record(
+                            step, scores, task.BEST_METRIC, task.HIGHER_IS_BETTER
+                        )
+
                 status, reason = how_it_ends(config, progress, step, stopping)
-                is_save_due = status or is_multiple(step, config.checkpoint_every)
-                if is_best or (is_save_due and step > checkpoints.saved_step):
+                is_due = status or is_multiple(step, config.checkpoint_every)
+                if is_best or (is_due and step > checkpoints.saved_step):
                     with recorder.paused(), watchdog.waiting_for("saving"):
-                        # While updates are skipped, new checkpoints would push out the last ones
-                        # from before.
+                        # While updates are being skipped, regular saves pause: only the latest two
+                        # checkpoints are kept, and new ones would push out the last good ones.
                         if status or is_best or not recorder.skipped_in_a_row:
                             checkpoints.save(step, state, progress)
                 if status:
@@ -174,26 +173,33 @@ def train(
 
 
 def introduce(run: Run, dataset: data.Data, state: train_state.TrainState) -> None:
-    """Say what this run is; from here on its start leaves traces. Raises SettingError."""
+    """Say what this run is and what may surprise; from here on its start leaves traces.
+
+    Raises SettingError for settings that cannot be meant.
+    """
     config, step = run.config, int(state.step)
-    about_data = batches.describe(dataset)
-    decayed = optimizer.decayed(state.params)["decayed"]
-    run.manifest["weight_decay_on"] = decayed
+    rows = batches.describe(dataset)["rows"]
+    decayed = optimizer.decayed(state.params)
+    final_decay = float(train_state.average_decay(1.0, config.total_steps))
     warnings = [
         *dataset.warnings,
-        *advice.check(config, step, about_data["rows"], state.params),
-        *optimizer.doubts(config.optimizer, state.params),
-        *train_state.doubts(config, state),
+        *advice.check(config, step, rows, state.params),
+        *advice.of_optimizer(config.optimizer, decayed),
+        *advice.of_average(config, final_decay),
     ]
+    if state.model_state.get("batch_stats"):
+        warnings += advice.of_batch_norm(config)
     if run.earlier and step:
-        before = run.earlier["settings"]
-        warnings += advice.of_resuming(config, before, step)
-        warnings += optimizer.doubts_on_resume(
-            config.optimizer, step, before["total_steps"], config.total_steps
+        warnings += advice.of_resuming(
+            config,
+            run.earlier["settings"],
+            step,
+            lambda total: float(optimizer.create_schedule(config.optimizer, total)(step)),
         )
     lines = batches.summary(dataset, config.total_steps, config.batch_size)
     if config.optimizer.weight_decay:
-        lines.append(f"weight decay on {len(decayed)} arrays named kernel")
+        lines.append(f"weight decay on {len(decayed['decayed'])} arrays named kernel")
+    run.manifest["weight_decay_on"] = decayed["decayed"]
     run.accept()
     manifest.announce(run, step, lines, warnings)
 
@@ -228,6 +234,13 @@ def how_it_ends(
     if step >= config.total_steps:
         return "completed", "all steps are done"
     return None, ""
+
+
+def is_evaluation_due(config: Config, progress: Progress, step: int) -> bool:
+    """Whether to evaluate before this step; not twice for the same step, as after a resume."""
+    is_last = config.eval_every > 0 and step >= config.total_steps
+    is_due = is_last or is_multiple(step, config.eval_every)
+    return is_due and step > progress.evaluated_step
 
 
 def is_multiple(step: int, every: int) -> bool:

@@ -82,24 +82,6 @@ class TrainState(train_state.TrainState):
         return self.replace(params=params, ema=ema)
 
 
-def doubts(config: Config, state: TrainState) -> list[str]:
-    """A line for each setting that has little effect on this state."""
-    lines = []
-    reached = float(average_decay(1.0, config.total_steps))
-    if config.ema_decay > reached:
-        lines.append(
-            f"--ema-decay {config.ema_decay}: in {config.total_steps} steps the average's decay "
-            f"rises to {reached:.3g} only, so that it forgets its start"
-        )
-    rows = config.batch_size // config.accumulation_steps
-    if config.accumulation_steps > 1 and rows < 8 and state.model_state.get("batch_stats"):
-        lines.append(
-            f"--accumulation-steps {config.accumulation_steps}: batch normalisation sees {rows} "
-            f"rows at a time, which is few"
-        )
-    return lines
-
-
 def update_average(ema: dict, variables: dict, decay: jax.Array) -> dict:
     """The average after one more update. What is no float, such as a counter, is taken over."""
 

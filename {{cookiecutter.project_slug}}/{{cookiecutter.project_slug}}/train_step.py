@@ -40,16 +40,20 @@ def train_step(state: TrainState, batch: Batch, *, config: Config) -> tuple[Trai
     if state.ema is not None:
         decay = average_decay(config.ema_decay, state.applied_updates)
         new = new.replace(ema=update_average(state.ema, new.variables, decay))
-    kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, state)
+
+    def if_good(new, old):
+        return jnp.where(is_good, new, old)
+
+    kept = jax.tree.map(if_good, new, state)
     new = kept.replace(
         step=new.step,
         skipped_steps=state.skipped_steps + ~is_good,
-        skipped_in_a_row=jnp.where(is_good, 0, state.skipped_in_a_row + 1),
+        skipped_in_a_row=if_good(0, state.skipped_in_a_row + 1),
         first_bad_leaf=jnp.where(jnp.any(is_bad), jnp.argmax(is_bad), state.first_bad_leaf),
     )
     if config.precision == "float16":
         new = new.replace(loss_scale=state.loss_scale.adjust(is_good))
-    return new, jax.tree.map(lambda x: jnp.where(is_good, x, 0), metrics)
+    return new, jax.tree.map(lambda total: if_good(total, 0), metrics)
 
 
 def compute_gradients(

@@ -1,10 +1,11 @@
 """What a user should know before a run: settings that do not do together what one may expect."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ..config import Config
+from ..config import Config, OptimizerConfig
 from .settings import SettingError
 
 
@@ -100,10 +101,66 @@ def of_numbers(config: Config, params: Any) -> list[str]:
     return lines
 
 
-def of_resuming(config: Config, earlier: dict[str, Any], start: int) -> list[str]:
-    """Settings that have no effect when a run goes on, against those of its earlier start."""
-    if not config.init_from or config.init_from == earlier.get("init_from"):
+def of_optimizer(config: OptimizerConfig, decayed: dict[str, list[str]]) -> list[str]:
+    """Settings that hardly change what is learned; `decayed` is what optimizer.decayed() found."""
+    lines = []
+    if config.name == "sgd" and config.learning_rate < 0.01:
+        lines.append(
+            f"--optimizer.learning-rate {config.learning_rate} is low for sgd: on the digits 0.03 "
+            f"to 0.1 learned faster"
+        )
+    if config.weight_decay and decayed["unknown"]:
+        lines.append(
+            f"weight decay leaves out {', '.join(decayed['unknown'][:5])}, as only arrays named "
+            f"kernel are decayed: see decay_mask in optimizer.py"
+        )
+    if config.weight_decay and not decayed["decayed"]:
+        lines.append(
+            f"--optimizer.weight-decay {config.weight_decay} has no effect: no array is named "
+            f"kernel"
+        )
+    return lines
+
+
+def of_average(config: Config, final_decay: float) -> list[str]:
+    """An average of the parameters whose decay is still rising when the run ends."""
+    if config.ema_decay <= final_decay:
         return []
     return [
-        f"--init-from {config.init_from} is not read: the run goes on from its own step {start}"
+        f"--ema-decay {config.ema_decay}: in {config.total_steps} steps the average's decay "
+        f"rises to {final_decay:.3g} only, so that it forgets its start"
     ]
+
+
+def of_batch_norm(config: Config) -> list[str]:
+    """Accumulation in a network with batch normalisation."""
+    rows = config.batch_size // config.accumulation_steps
+    if config.accumulation_steps == 1 or rows >= 8:
+        return []
+    return [
+        f"--accumulation-steps {config.accumulation_steps}: batch normalisation sees {rows} "
+        f"rows at a time, which is few"
+    ]
+
+
+def of_resuming(
+    config: Config, earlier: dict[str, Any], start: int, rate: Callable[[int], float]
+) -> list[str]:
+    """What has no effect, or an unexpected one, when a run goes on at this step.
+
+    `earlier` are the settings of its earlier start; rate(total_steps) is the learning rate at this
+    step in a run of that length.
+    """
+    lines = []
+    if config.init_from and config.init_from != earlier.get("init_from"):
+        lines.append(
+            f"--init-from {config.init_from} is not read: the run goes on from its own step {start}"
+        )
+    before, after = rate(earlier["total_steps"]), rate(config.total_steps)
+    if after > 1.01 * before:
+        lines.append(
+            f"--total-steps {earlier['total_steps']} -> {config.total_steps}: the learning rate "
+            f"rises from {before:.3g} to {after:.3g}, where the longer schedule is by now. "
+            f"A run with --optimizer.schedule wsd or constant can be prolonged without that"
+        )
+    return lines

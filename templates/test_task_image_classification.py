@@ -157,9 +157,10 @@ def test_pixels_are_scaled_once(module):
     np.testing.assert_array_equal(twice, once)
 
 
-def score(module, logits, labels, mask):
+def score(module, logits, labels, mask, weights=None, **settings):
     task = module("task")
-    totals = task.loss_and_metrics(logits, {"label": labels, "mask": mask}, task.TaskConfig())
+    batch = {"label": labels, "mask": mask, "class_weight": weights}
+    totals = task.loss_and_metrics(logits, batch, task.TaskConfig(**settings))
     return task.report({name: (float(s), float(w)) for name, (s, w) in totals.items()})
 
 
@@ -179,6 +180,36 @@ def test_the_loss_falls_as_the_right_class_becomes_more_likely(module):
     losses = [score(module, c * np.eye(10), labels, mask)["loss"] for c in (-2.0, 0.0, 2.0)]
     assert losses[0] > losses[1] > losses[2]
     assert losses[1] == pytest.approx(np.log(10), rel=1e-5)  # all classes alike
+
+
+def test_smoothed_and_weighted_losses_are_those_of_numpy(module):
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(6, 3)).astype(np.float32), np.array([0, 1, 2, 0, 0, 1])
+    mask, weights = np.array([1, 1, 1, 1, 1, 0.0], np.float32), np.float32([0.5, 1, 3, 0.5, 0.5, 1])
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    plain, uniform = -log_p[np.arange(6), labels], -log_p.mean(axis=1)
+
+    smooth = score(module, logits, labels, mask, label_smoothing=0.1)
+    wanted = (0.9 * plain + 0.1 * uniform)[:5].mean()
+    assert smooth["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert smooth["cross_entropy"] == pytest.approx(plain[:5].mean(), rel=1e-5)
+
+    weighted = score(module, logits, labels, mask, weights, class_weights="balanced")
+    wanted = np.average(plain[:5], weights=weights[:5])
+    assert weighted["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert weighted["cross_entropy"] == pytest.approx(plain[:5].mean(), rel=1e-5)
+    assert weighted["num_examples"] == smooth["num_examples"] == 5
+
+
+def test_balanced_classes_count_the_same(module, tmp_path):
+    config, data, task = module("config"), module("data"), module("task")
+    images, labels = draw(400), np.repeat([0, 1, 2], [300, 80, 20])
+    settings = config.DataConfig(path=str(write(tmp_path / "my.npz", images, labels)))
+    balanced = task.TaskConfig(class_weights="balanced")
+    train = data.load(config.Config(data=settings, task=balanced)).train
+    batch = train.rows(np.arange(len(train)))
+    totals = np.bincount(batch["label"], weights=batch["class_weight"])
+    np.testing.assert_allclose(totals, len(train) / 3, rtol=1e-5)
 
 
 IMAGES, LABELS = np.random.default_rng(0).uniform(0, 1, (60, 8, 8)), np.arange(60) % 3

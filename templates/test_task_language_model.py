@@ -92,6 +92,12 @@ def test_metrics_are_those_of_numpy(module):
     assert scores["bits_per_byte"] == pytest.approx(-np.log2(wanted).mean(), rel=1e-5)
     assert scores["perplexity"] == pytest.approx(2 ** scores["bits_per_byte"], rel=1e-5)
     assert (scores["num_tokens"], scores["num_examples"]) == (5, 2)
+    # With a z-loss only the loss differs.
+    totals = task.loss_and_metrics(logits, {"tokens": tokens, "mask": mask}, task.TaskConfig(0.1))
+    log_z = np.log(np.exp(logits).sum(axis=-1))[mask == 1]
+    loss, weight = map(float, totals["loss"])
+    assert loss / weight == pytest.approx(scores["loss"] + 0.1 * np.mean(log_z**2), rel=1e-5)
+    assert totals["cross_entropy"][0] / 5 == pytest.approx(scores["loss"], rel=1e-5)
 
 
 @pytest.fixture

@@ -49,12 +49,16 @@ def test_result_json_has_no_nan_and_the_best_checkpoint_is_kept(module, config, 
     [
         ({"batch_size": 32}, ["--batch-size", "16 -> 32", "--init-from"]),
         ({"seed": 1}, ["--seed", "0 -> 1", "--init-from"]),
+        ({"task.first": 0.5}, ["--task.", "0.0 -> 0.5", "--init-from"]),
     ],
 )
 def test_a_setting_that_must_not_change_is_refused_on_resume(
     module, config, dataset, change, words
 ):
     module("train").main(dataclasses.replace(config, stop_after_step=2))
+    if "task.first" in change:  # the first setting of the task, whichever it is
+        (name, *_) = (field.name for field in dataclasses.fields(config.task))
+        change = {"task": dataclasses.replace(config.task, **{name: change["task.first"]})}
     with pytest.raises(module("config").SettingError) as error:
         module("train").main(dataclasses.replace(config, **change))
     assert all(word in str(error.value) for word in words)
@@ -108,3 +112,30 @@ def test_evaluation_counts_every_row_once_for_any_batch_size(module, config, dat
     for score in scores:
         assert score["num_examples"] == 21
         assert score == pytest.approx(scores[0], rel=1e-5)  # perplexity is an exponential
+
+
+def test_images_histograms_and_texts_reach_tensorboard(module, config, dataset):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboardX import summary
+
+    recorder = module("runtime.recorder")
+    write = recorder.Recorder.write
+
+    def write_more(self, kind, step, metrics):
+        write(self, kind, step, metrics)
+        self.add_summary(step, summary.image("eval/image", np.zeros((3, 8, 8), np.uint8)))
+        self.add_summary(step, summary.histogram("eval/weights", np.arange(10.0), "auto"))
+        self.add_summary(step, summary.text("eval/text", "once upon a time"))
+
+    recorder.Recorder.write = write_more
+    try:
+        module("train").main(config)
+    finally:
+        recorder.Recorder.write = write
+    found = EventAccumulator(str(Path(config.workdir) / "tb"))
+    found.Reload()
+    assert {"eval/loss", "train/learning_rate"} <= set(found.Tags()["scalars"])
+    assert found.Images("eval/image")[-1].step == 6
+    assert found.Histograms("eval/weights")[-1].step == 6
+    (tensor,) = {x.tensor_proto.string_val[0] for x in found.Tensors("eval/text/text_summary")}
+    assert tensor == b"once upon a time"

@@ -90,6 +90,29 @@ def test_accumulation_sees_every_row_once(setup):
     assert metrics["loss"][1] == rows["mask"].sum()
 
 
+def test_gradients_are_divided_by_the_weight_of_the_logged_loss(module, setup, monkeypatch):
+    """Whatever the task weighs its rows by: the gradient is that of the loss that is shown."""
+    task = module("task")
+    original = task.loss_and_metrics
+
+    def weigh(factor):
+        def loss_and_metrics(*args):
+            metrics = original(*args)
+            total, weight = metrics["loss"]
+            return metrics | {"loss": (factor * total, factor * weight)}
+
+        monkeypatch.setattr(task, "loss_and_metrics", loss_and_metrics)
+
+    updated = []
+    for factor in (1.0, 8.0):
+        weigh(factor)
+        state, step, rows, sharding = setup(accumulation_steps=2)
+        state, metrics, _ = step(state, jax.device_put(rows, sharding))
+        assert metrics["loss"][1] == factor * rows["mask"].sum()
+        updated.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, *updated)
+
+
 def test_dropout_differs_from_step_to_step_and_repeats_on_resume(module, setup):
     if not getattr(module("model").TINY, "dropout_rate", 0):
         pytest.skip("the model has no dropout")

@@ -13,15 +13,15 @@ from .task import TaskConfig
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
-    """Update rule (sgd has momentum 0.9; muon is for kernels and leaves all else to adamw)."""
+    """Update rule (sgd has momentum 0.9; muon updates kernels and leaves the rest to Adam)."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warm-up."""
     warmup_steps: int = setting(100, least=0)
-    """Updates over which the learning rate rises to its peak; at most half of the run."""
+    """Updates in which the learning rate rises to its peak; at most half of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """What follows the warm-up (wsd: constant, then linear to 0 over the last fifth)."""
     weight_decay: float = setting(0.01, least=0.0)
-    """Decoupled weight decay, on arrays named kernel only."""
+    """Decoupled weight decay, of parameters named kernel only."""
     clip_norm: float = setting(1.0, least=0.0)
     """Largest global gradient norm (0 = no clipping)."""
 
@@ -29,9 +29,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     source: Literal["auto", "builtin", "path"] = setting("auto", resume="allowed")
-    """Where the data comes from (auto: from --data.path, and without it what is built in)."""
+    """Where the data comes from (auto: --data.path if it is given, else the built-in data)."""
     path: str | None = setting(None, resume="allowed")
-    """Where your own data is (data.py says in which form)."""
+    """Where your own data is; data.py says in which form."""
     workers: int = setting(0, least=0, resume="allowed")
     """Threads that prepare batches ahead (0 = prepared in the loop: best for data in memory)."""
 
@@ -39,9 +39,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class MeshConfig:
     data: int = setting(-1, resume="allowed")
-    """Devices along the data axis: each holds the whole model (-1 = all that are left)."""
+    """Copies of the model, each trained on a part of the batch (-1 = devices / fsdp)."""
     fsdp: int = setting(1, least=1, resume="allowed")
-    """Devices along the fsdp axis: parameters and optimizer state are split over them."""
+    """Devices that parameters and optimizer state are split over."""
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,28 @@ class Config:
     )
     """Micro-batches that a global batch is split into to save memory."""
     ema_decay: float = setting(0.0, least=0.0)
-    """Decay of the averaged parameters that evaluation then uses (0 = off); lower at first."""
+    """Decay of the average of parameters that evaluation uses (0 = off); lower at first."""
     early_stopping_patience: int = setting(0, least=0, resume="allowed")
     """Evaluations without a new best after which the run ends (0 = off)."""
     max_skipped_steps: int = setting(25, least=0, resume="allowed")
-    """Non-finite updates in a row, all skipped, after which the run counts as diverged."""
+    """Updates skipped in a row, as not finite, after which the run ends as diverged."""
     init_from: str | None = setting(None, resume="per start")
-    """Run or checkpoint directory whose parameters a new run starts from; not read on resume."""
+    """Run or checkpoint directory that gives a new run its first parameters; ignored on resume."""
     stop_after_step: int | None = setting(None, least=1, resume="per start")
     """Save and exit with 75 after this step, as if preempted."""
     overfit_batches: int = setting(0, least=0)
-    """Train on the first N batches over and over (0 = off): first aid when nothing is learned."""
+    """Train on the first N batches again and again (0 = off), to see whether the loss can fall."""
     profile_steps: str | None = setting(None, resume="per start")
     """Steps A:B to record for TensorBoard's profiler, such as 20:30."""
     platform: Literal["auto", "cpu", "gpu", "tpu"] = setting("auto", resume="allowed")
-    """Hardware to run on; anything but auto fails when it is not there."""
+    """Hardware to run on. The run ends if it is asked for by name and not found."""
     deterministic: bool = False
-    """Bit-equal results on GPU too, at some cost in speed."""
+    """Make results bit-equal on GPUs too, which costs speed."""
     debug_nans: bool = setting(False, resume="allowed")
-    """Stop with a traceback where the first NaN is made; slow."""
+    """Stop with a traceback of the operation that makes the first NaN; slow."""
     stall_timeout: int = setting(1800, least=0, resume="allowed")
     """Seconds without a finished step after which the run ends and shows every stack (0 = off).
-    All that is no training step, such as compiling and saving, may take ten times as long."""
+    Everything else, such as compiling and saving, may take ten times as long."""
     quiet: bool = setting(False, resume="allowed")
     """Print warnings and errors only; train.log still gets everything."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -119,7 +119,10 @@ class Config:
 
 
 def resolve(config: Config, rows: int) -> Config:
-    """Fill in the settings whose defaults depend on other settings or on the training rows."""
+    """Fill in the settings whose defaults depend on other settings or on the training rows.
+
+    Raises SettingError if there are too few rows for one batch.
+    """
     steps_per_epoch = rows // config.batch_size
     if steps_per_epoch == 0:
         raise SettingError(
@@ -137,7 +140,7 @@ def resolve(config: Config, rows: int) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise SettingError for the first setting that is wrong, whatever the data and devices."""
+    """Raise SettingError for the first setting that is wrong with any data and any devices."""
     check_minima(config)
     lr, decay, mesh_data = config.optimizer.learning_rate, config.ema_decay, config.mesh.data
     require(0 < lr < math.inf, "optimizer.learning_rate", lr, "above 0")

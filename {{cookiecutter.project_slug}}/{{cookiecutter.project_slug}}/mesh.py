@@ -11,53 +11,61 @@ from .config import MeshConfig, SettingError
 
 log = logging.getLogger(__package__)
 
-SMALL = 2**14  # elements below which splitting an array costs more than it saves
+MIN_SPLIT_SIZE = 2**14  # elements; to split a smaller array costs more than it saves
 
 
 def create_mesh(config: MeshConfig, batch_size: int, accumulation_steps: int) -> jax.sharding.Mesh:
-    """Arrange all devices in a grid of the axes "data" and "fsdp"."""
+    """Arrange all devices in a mesh with the axes "data" and "fsdp".
+
+    Raises SettingError if the devices cannot be arranged so, or the batch cannot be divided.
+    """
     devices = jax.device_count()
-    data = devices // config.fsdp if config.data == -1 else config.data
-    if config.data == -1 and devices % config.fsdp:
+    data, fsdp = config.data, config.fsdp
+    if data == -1 and devices % fsdp:
+        raise SettingError(f"--mesh.fsdp {fsdp}: must divide {devices}, the number of devices")
+    if data == -1:
+        data = devices // fsdp
+    if data * fsdp != devices:
         raise SettingError(
-            f"--mesh.fsdp {config.fsdp}: must divide the {devices} devices there are"
+            f"--mesh.data {data} times --mesh.fsdp {fsdp}: must be {devices}, the number of devices"
         )
-    if data * config.fsdp != devices:
+    multiple = devices * accumulation_steps
+    if batch_size % multiple:
         raise SettingError(
-            f"--mesh.data {config.data} times --mesh.fsdp {config.fsdp} must make up the "
-            f"{devices} devices of this run"
+            f"--batch-size {batch_size}: must be a multiple of {multiple} ({devices} devices x "
+            f"{accumulation_steps} --accumulation-steps)"
         )
-    if batch_size % (devices * accumulation_steps):
-        raise SettingError(
-            f"--batch-size {batch_size}: must be a multiple of {devices * accumulation_steps} "
-            f"({devices} devices x {accumulation_steps} --accumulation-steps)"
-        )
-    return jax.make_mesh((data, config.fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    # Auto: the compiler decides how intermediate results are laid out.
+    return jax.make_mesh((data, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows are split over all devices."""
+    """The rows of a batch are split over all devices."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def state_sharding(mesh: jax.sharding.Mesh, state: Any) -> Any:
-    """One sharding for each array of the state: its largest divisible dimension over "fsdp".
+    """The sharding of each array of the state: its largest divisible dimension over "fsdp".
 
-    Small arrays and those without a divisible dimension stay whole on every device. The rule sees
-    shapes only, so optimizer moments and averages lie as their parameters do.
+    Arrays below MIN_SPLIT_SIZE, and those without a dimension that can be divided, are replicated.
+    The rule looks at shapes only, so an optimizer's moments are split as their parameters are.
     """
     size = mesh.shape["fsdp"]
 
     def rule(array):
-        dims = [d for d in np.argsort(array.shape)[::-1] if array.shape[d] % size == 0]
-        if size > 1 and array.size >= SMALL and not dims:
-            log.warning("an array of shape %s has no dimension to split by %d", array.shape, size)
-        if size == 1 or array.size < SMALL or not dims:
+        if size == 1 or array.size < MIN_SPLIT_SIZE:
             return replicated(mesh)
-        return NamedSharding(mesh, PartitionSpec(*[None] * int(dims[0]), "fsdp"))
+        largest_first = np.argsort(array.shape)[::-1]
+        for dimension in largest_first:
+            if array.shape[dimension] % size == 0:
+                axes = [None] * int(dimension)
+                return NamedSharding(mesh, PartitionSpec(*axes, "fsdp"))
+        log.warning("an array of shape %s has no dimension to split by %d", array.shape, size)
+        return replicated(mesh)
 
     return jax.tree.map(rule, state)

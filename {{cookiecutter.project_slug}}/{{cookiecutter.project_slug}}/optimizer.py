@@ -11,20 +11,22 @@ from .config import OptimizerConfig
 
 def create_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Learning rate as a function of the number of applied updates."""
-    peak, warmup = config.learning_rate, min(config.warmup_steps, total_steps // 2)
+    peak = config.learning_rate
+    warmup = min(config.warmup_steps, total_steps // 2)
     rest = max(total_steps - warmup, 1)
     fifth = max(rest // 5, 1)
-    after_warmup = {
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest),
-        "linear": lambda: optax.linear_schedule(peak, 0.0, rest),
-        "constant": lambda: optax.constant_schedule(peak),
-        # Warm-up, stable, decay (Hu et al. 2024, MiniCPM): the stable part can be prolonged.
-        "wsd": lambda: optax.linear_schedule(peak, 0.0, fifth, rest - fifth),
+    schedules = {
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "constant": optax.constant_schedule(peak),
+        # Warm-up, stable, decay (Hu et al. 2024, MiniCPM): a run can be made longer in its stable
+        # part without a jump of the learning rate.
+        "wsd": optax.linear_schedule(peak, 0.0, fifth, rest - fifth),
     }
-    schedule = after_warmup[config.schedule]()
+    schedule = schedules[config.schedule]
     if warmup == 0:
         return schedule
-    # The first update already learns: the rise is from peak / warmup, not from 0.
+    # The warm-up starts at peak / warmup, because an update with a rate of 0 would be wasted.
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, schedule], [warmup])
 
@@ -33,76 +35,94 @@ def create_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """Clip the gradients by their global norm, then update by the named rule."""
-    decay = {"weight_decay": config.weight_decay, "mask": decay_mask}
-    descent = optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(schedule)
-    rules = {
-        "adamw": lambda: optax.adamw(schedule, b2=0.99, **decay),
-        "sgd": lambda: optax.chain(optax.trace(0.9, nesterov=True), *descent),
-        "lion": lambda: optax.lion(schedule, **decay),
-        "muon": lambda: optax.chain(muon(), *descent),
+    clip = optax.identity()
+    if config.clip_norm:
+        clip = optax.clip_by_global_norm(config.clip_norm)
+    directions = {
+        "adamw": optax.scale_by_adam(b2=0.99),
+        "sgd": optax.trace(0.9, nesterov=True),
+        "lion": optax.scale_by_lion(),
+        "muon": muon(),
     }
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    return optax.chain(clip, rules[config.name]())
+    decay = optax.add_decayed_weights(config.weight_decay, decay_mask)
+    descent = optax.scale_by_learning_rate(schedule)
+    return optax.chain(clip, directions[config.name], decay, descent)
 
 
 def decay_mask(params: Any) -> Any:
-    """True for what Flax's layers call "kernel"; a matrix of your own is decayed under that name.
+    """True for each parameter to decay: those that Flax's layers call "kernel".
 
-    The number of dimensions says nothing: nn.scan and nnx.vmap add one to every bias and scale.
+    A matrix of your own is decayed if you call it kernel. The number of dimensions cannot tell:
+    nn.scan and nnx.vmap add one to every bias and scale.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] == "kernel", params)
+
+    def is_kernel(path, _):
+        return names(path)[-1] == "kernel"
+
+    return jax.tree_util.tree_map_with_path(is_kernel, params)
 
 
 def decayed(params: Any) -> dict[str, list[str]]:
-    """Names of the arrays that weight decay shrinks, and of the others, as in "block_0/mlp/kernel".
+    """Names such as "block_0/mlp/kernel" of the parameters that weight decay shrinks, and others.
 
-    "unknown" are those of the others that may be matrices: their names are not of Flax's layers.
+    "unknown" are parameters that are not decayed and perhaps should be: they may be matrices, and
+    Flax's layers do not use their names.
     """
     kinds: dict[str, list[str]] = {"decayed": [], "not_decayed": [], "unknown": []}
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (path, x), is_decayed in zip(leaves, jax.tree.leaves(decay_mask(params)), strict=True):
-        is_known = names(path)[-1] in ("bias", "scale", "embedding") or x.ndim < 2
-        kind = "decayed" if is_decayed else "not_decayed" if is_known else "unknown"
-        kinds[kind].append("/".join(names(path)))
+    mask = jax.tree.leaves(decay_mask(params))
+    for (path, x), is_decayed in zip(leaves, mask, strict=True):
+        is_vector = names(path)[-1] in ("bias", "scale", "embedding") or x.ndim < 2
+        kind = "not_decayed" if is_vector else "unknown"
+        kinds["decayed" if is_decayed else kind].append("/".join(names(path)))
     return kinds
 
 
 def names(path: Any) -> tuple[str, ...]:
-    """The modules around an array and its own name; nn.Partitioned adds an attribute, left out."""
+    """Names of the modules around a parameter, then its own, such as ("block_0", "mlp", "kernel").
+
+    nn.Partitioned wraps a parameter in an attribute, which is left out.
+    """
     keys = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def muon() -> optax.GradientTransformation:
-    """Orthogonal updates of matrices (Jordan et al. 2024), and those of AdamW for all else.
+    """Orthogonal updates of matrices (Jordan et al. 2024), and Adam's for all other parameters.
 
-    Both are of AdamW's size (Liu et al. 2025, Moonlight), so that its learning rates fit.
+    The updates of both have the size of Adam's (Liu et al. 2025, Moonlight), so that learning rates
+    for AdamW fit.
     """
 
     def rule(params):
-        shapes = as_matrices(params)  # here, because in its update optax shows a part of params
-        # A rate of -1 leaves sign and size to the learning rate that follows.
+        # The dimensions are found here, because optax passes only a part of params to its update.
+        shapes = as_matrices(params)
+        # A rate of -1 leaves sign and size to the learning rate that follows in the chain.
         return optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=shapes)
 
-    return optax.GradientTransformation(
-        lambda params: rule(params).init(params),
-        lambda updates, state, params: rule(params).update(updates, state, params),
-    )
+    def init(params):
+        return rule(params).init(params)
+
+    def update(updates, state, params):
+        return rule(params).update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
 
 
 def as_matrices(params: Any) -> Any:
     """How muon reads each kernel: [stack, input, output], each of any number of dimensions.
 
     Stacked layers (nn.scan, nn.vmap, nnx.vmap) share their first dimensions with the biases and
-    scales around them. The bias of a layer has the dimensions of its output. Without one, two
-    dimensions are a matrix, four a convolution, and three are read in Flax's attention only.
-    None, for whatever else there is, leaves it to AdamW.
+    scales around them. A layer's bias has the dimensions of its output. For a layer without bias,
+    two dimensions are a matrix and four a convolution; three are read only in Flax's attention.
+    Every other parameter gets None, which leaves it to Adam.
     """
     arrays = {names(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    stacks: dict[tuple[str, ...], list] = {}  # of the biases and scales in each module
+    stacks: dict[tuple[str, ...], list] = {}  # dimensions before the last, of biases and scales
     for (*module, name), x in arrays.items():
-        for n in range(len(module) + 1) if name in ("bias", "scale") else ():
-            stacks.setdefault(tuple(module[:n]), []).append(x.shape[:-1])
+        if name in ("bias", "scale"):
+            for n in range(len(module) + 1):
+                stacks.setdefault(tuple(module[:n]), []).append(x.shape[:-1])
 
     def matrices(path, kernel):
         *module, name = names(path)

@@ -18,26 +18,33 @@ from .runtime.functional import PureFunctions, pure_functions
 
 
 class LossScale(flax.struct.PyTreeNode):
-    """Factor that keeps float16 gradients above underflow (Micikevicius et al. 2018)."""
+    """Factor by which the loss is multiplied, so that small gradients do not become 0 in float16.
+
+    Micikevicius et al. 2018, Mixed Precision Training.
+    """
 
     factor: jax.Array
     good_steps: jax.Array
-    """Finite steps since the factor last changed."""
+    """Steps with finite gradients since the factor last changed."""
 
     def adjust(self, finite: jax.Array) -> "LossScale":
-        """Halve after an overflow, double after 1000 steps without one, within 1 and 2**24."""
-        grow = self.good_steps + 1 >= 1000
-        grown = jnp.where(grow, jnp.minimum(self.factor * 2, 2.0**24), self.factor)
+        """Halve it after an overflow, double it after 1000 steps without one; 1 to 2**24."""
+        good_steps = jnp.where(finite, self.good_steps + 1, 0)
+        grows = good_steps == 1000
+        doubled = jnp.minimum(self.factor * 2, 2.0**24)
+        halved = jnp.maximum(self.factor / 2, 1.0)
+        factor = jnp.where(grows, doubled, self.factor)
         return LossScale(
-            factor=jnp.where(finite, grown, jnp.maximum(self.factor / 2, 1.0)),
-            good_steps=jnp.where(finite & ~grow, self.good_steps + 1, 0),
+            factor=jnp.where(finite, factor, halved),
+            good_steps=jnp.where(grows, 0, good_steps),
         )
 
 
 def average_decay(decay: float, updates: jax.typing.ArrayLike) -> jax.Array:
-    """Decay of the average after so many updates: low at first, so that it forgets its start.
+    """Decay of the average of parameters after this many updates.
 
-    A constant decay of 0.999 would hold three quarters of the random start after 300 updates.
+    It is low at first, so that the average forgets the random parameters it began with: with a
+    constant decay of 0.999 these would still weigh three quarters after 300 updates.
     """
     return jnp.minimum(decay, (1 + updates) / (10 + updates))
 
@@ -45,35 +52,36 @@ def average_decay(decay: float, updates: jax.typing.ArrayLike) -> jax.Array:
 class TrainState(train_state.TrainState):
     """Flax's TrainState (step, apply_fn, params, tx, opt_state) and what this project adds.
 
-    Add a field here, and its first value below, to carry more through training: it is then saved,
-    restored, sharded and protected from non-finite updates like the rest.
+    To carry more through training, add a field here and its first value in create_train_state: the
+    field is then saved, restored, sharded and protected from non-finite updates like the rest.
     """
 
     model_state: dict
-    """What the network keeps beside parameters: {"batch_stats": ..., and other collections}."""
+    """Collections that the network keeps beside its parameters, such as {"batch_stats": ...}."""
     ema: dict | None
-    """Averaged parameters and model state, as in `variables`, when --ema-decay is on."""
+    """Averages of `variables`; None without --ema-decay."""
     loss_scale: LossScale
-    """Used with --precision float16 only, but always there: a resumed run may change to it."""
+    """Only --precision float16 uses it. It is always there, so that a run may change to float16."""
     skipped_steps: jax.Array
-    """Updates left out because their gradients were not finite; step counts them too."""
+    """Updates that were skipped because a gradient was not finite. `step` counts them too."""
     skipped_in_a_row: jax.Array
+    """Updates skipped since the last one that was applied."""
     first_bad_leaf: jax.Array
-    """Position in the gradients' leaves of the first that was not finite, when one was skipped."""
+    """Index, among the leaves of params, of the first bad gradient in the last skipped update."""
 
     @property
     def applied_updates(self) -> jax.Array:
-        """The optimizer's own count: by it go learning rate and average."""
+        """Number of updates that were not skipped: schedule and average count these."""
         return self.step - self.skipped_steps
 
     @property
     def variables(self) -> dict:
-        """What training computes with: {"params": ..., "batch_stats": ..., ...}."""
+        """What training applies the network with: {"params": ..., "batch_stats": ..., ...}."""
         return {"params": self.params, **self.model_state}
 
     @property
     def eval_variables(self) -> dict:
-        """What evaluation, predictions and exports compute with."""
+        """What evaluation applies the network with: the averages if there are any."""
         return self.variables if self.ema is None else self.ema
 
     def start_from(self, params: dict) -> "TrainState":
@@ -83,7 +91,7 @@ class TrainState(train_state.TrainState):
 
 
 def update_average(ema: dict, variables: dict, decay: jax.Array) -> dict:
-    """The average after one more update. What is no float, such as a counter, is taken over."""
+    """The averages after one more update. Counters and other integers are copied, not averaged."""
 
     def average(old, new):
         is_float = jnp.issubdtype(new.dtype, jnp.floating)
@@ -95,7 +103,7 @@ def update_average(ema: dict, variables: dict, decay: jax.Array) -> dict:
 def create_train_state(
     config: Config, network: PureFunctions, tx: optax.GradientTransformation
 ) -> TrainState:
-    """The state at step 0. Call it inside jit, so that each array is born where it belongs."""
+    """The state at step 0. Under jit, every device creates only its own part of each array."""
     variables = network.init(jax.random.key(config.seed))
     ema = jax.tree.map(jnp.copy, variables) if config.ema_decay else None
     params = variables.pop("params")
@@ -111,15 +119,16 @@ def create_train_state(
         skipped_in_a_row=zero,
         first_bad_leaf=zero,
     )
-    return state.replace(step=zero)  # create() has a Python int, which would compile a second time
+    # TrainState.create() makes step a Python int, for which the step would be compiled again.
+    return state.replace(step=zero)
 
 
 def plan_train_state(
     config: Config, data: Data, mesh: jax.sharding.Mesh
 ) -> tuple[Callable[[], TrainState], TrainState]:
-    """A function that makes the state of this run, and the state in abstract form.
+    """A function that creates the state of this run on the mesh, and the abstract state.
 
-    The abstract state has a shape, dtype and sharding in the place of each array.
+    The abstract state has a jax.ShapeDtypeStruct with a sharding in the place of each array.
     """
     inputs = jax.eval_shape(task.model_inputs, batches.example(data.train))
     dtype = jnp.dtype(config.precision)

@@ -638,9 +638,7 @@ def test_dropout_differs_between_steps_micro_batches_and_rows_only(project):
 @pytest.mark.slow
 def test_several_devices_compute_what_one_does(project, monkeypatch):
     data, fsdp = (2, 2) if project.package.endswith("nnx") else (4, 1)
-    monkeypatch.setattr(
-        project.module("mesh"), "MIN_SPLIT_SIZE", 1
-    )  # so that small arrays are split too
+    monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
     results = []
     for started in (project.start_once(), project.start(mesh=project.mesh(data, fsdp))):
         state, step, _ = started
@@ -722,9 +720,7 @@ def test_the_steps_compile_once_fresh_and_resumed(project, monkeypatch, tmp_path
 @pytest.mark.slow
 @only(TWO_COMBINATIONS)
 def test_a_checkpoint_is_restored_on_any_mesh_bit_for_bit(project, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        project.module("mesh"), "MIN_SPLIT_SIZE", 1
-    )  # so that small arrays are split too
+    monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
     checkpoint, plan = (
         project.module("runtime.checkpoint"),
         project.module("train_state").plan_train_state,

@@ -1,4 +1,4 @@
-"""Reading images and labels from files. Whether they make sense is for checks.py to say."""
+"""Reading images and labels from files; checks.py then checks what was read."""
 
 import os
 import zipfile
@@ -10,19 +10,19 @@ import numpy as np
 from .config import SettingError
 from .runtime.terminal import track
 
-BLOCK = 2**20  # values at a time: a copy of everything would double the memory
+BLOCK = 2**20  # values read at a time, because a copy of all of them would double the memory
 ARRAYS = "`images` [rows, height, width] or [rows, height, width, channels] and `labels` [rows]"
 MAKE = "make a file with `np.savez('my.npz', images=images, labels=labels)`"
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays `images` and `labels` of a file, and `groups` if it has them.
+    """The arrays `images` and `labels` of a file, and `groups` if the file has them.
 
-    Not by np.load: that reads an array whole before float64 can become float32, and its errors do
-    not tell a damaged file from one that is something else.
+    np.load would read a whole array before float64 could become float32, and its errors do not
+    distinguish a damaged file from one that is something else. Raises SettingError for both.
     """
     try:
-        size = path.stat().st_size  # also says at once why a file cannot be reached
+        size = path.stat().st_size  # raises if the file cannot be reached
         if not path.is_file() or size == 0:
             kind = "a directory" if path.is_dir() else "empty or no file"
             raise SettingError(f"is {kind}: must be an .npz file with {ARRAYS}; {MAKE}")
@@ -46,7 +46,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def open_array(archive: zipfile.ZipFile, name: str):
-    """A member of the file, with its shape, whether it is in Fortran's order, and its dtype."""
+    """An array in the file, not read yet: (member, shape, is in Fortran order, dtype)."""
     try:
         member = archive.open(f"{name}.npy")
     except RuntimeError as error:  # a password, or a compression that Python does not have
@@ -61,7 +61,7 @@ def open_array(archive: zipfile.ZipFile, name: str):
 
 
 def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """An array of the file, read in blocks into its place. Images of any float become float32."""
+    """An array of the file, read in blocks. Images of any float dtype become float32."""
     member, shape, in_fortran_order, dtype = open_array(archive, name)
     if dtype.hasobject:
         raise SettingError(
@@ -80,7 +80,7 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         raise SettingError(f"`{name}` needs {needed:.1f} GiB of memory: too much here") from error
     values = array.T.flat if in_fortran_order else array.reshape(-1)
     starts = range(0, size, BLOCK)
-    with np.errstate(over="ignore"):  # what becomes infinite is found by checks.py
+    with np.errstate(over="ignore"):  # checks.py finds values that become infinite
         for start in track(starts, len(starts), f"reading {name}", "blocks"):
             piece = member.read(min(BLOCK, size - start) * dtype.itemsize)
             values[start : start + BLOCK] = np.frombuffer(piece, dtype)
@@ -88,7 +88,7 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def explain_names(path: Path, archive: zipfile.ZipFile) -> str:
-    """What is in a file that lacks `images` or `labels`, and the line that makes one with both."""
+    """A message for a file without `images` or `labels`: what it has, and the line to convert it."""
     shapes, shown = {}, []
     for file in archive.namelist():
         name = file.removesuffix(".npy")
@@ -106,7 +106,7 @@ def explain_names(path: Path, archive: zipfile.ZipFile) -> str:
     labels = [name for name in shapes if len(shapes[name]) in (1, 2) and shapes[name][0] == rows]
     if not labels:
         return message + MAKE
-    # Of several with as many rows, y_train belongs to x_train: the ends of the names agree.
+    # If several arrays have as many rows, y_train belongs to x_train: their names end alike.
     alike = max(labels, key=lambda name: common_end(name, images))
     new = path.with_name(f"{path.stem}-images.npz")
     return message + (

@@ -24,9 +24,10 @@ MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"
 
 
 def read_texts(path: str | None) -> dict[bytes, list[np.ndarray]]:
-    """The texts uint8 [bytes] at a path, by the digest of their content and in its order.
+    """The texts uint8 [bytes] at a path, by the digest of their content, sorted by digest.
 
-    Without a path they are the source code of Python's standard library.
+    Without a path the texts are the source code of Python's standard library. Raises SettingError
+    for a path without text, and for files that cannot be read or are no text.
     """
     texts: dict[bytes, list[np.ndarray]] = {}
     try:
@@ -43,7 +44,7 @@ def read_texts(path: str | None) -> dict[bytes, list[np.ndarray]]:
 
 
 def find_files(path: str | None) -> list[Path]:
-    """The files of text that are not empty, in a fixed order."""
+    """The files that are not empty, in a fixed order."""
     if path is None:
         library = walk(sysconfig.get_path("stdlib"), EXCLUDED)
         found = [file for file in library if file.suffix == ".py"]
@@ -68,10 +69,10 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def walk(root: str, excluded: Collection[str] = ()) -> Iterator[Path]:
-    """The files below a directory that are not hidden. A directory that cannot be read raises."""
+    """The files below a directory that are not hidden. Raises OSError for an unreadable directory."""
 
     def refuse(error):
-        raise error  # os.walk would leave it out in silence
+        raise error  # without this, os.walk would skip the directory silently
 
     for place, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name not in excluded]
@@ -79,7 +80,7 @@ def walk(root: str, excluded: Collection[str] = ()) -> Iterator[Path]:
 
 
 def size(file: Path) -> int:
-    """Bytes of a file; 0 for anything else, such as a pipe or a link to nothing."""
+    """Number of bytes of a file; 0 for anything else, such as a pipe or a broken link."""
     try:
         facts = file.stat()
     except FileNotFoundError:
@@ -88,14 +89,17 @@ def size(file: Path) -> int:
 
 
 def read(file: Path) -> np.ndarray:
-    """The bytes uint8 of a file. Those of a large one stay on disk until they are used."""
+    """The bytes uint8 of a file. A large file is mapped: its bytes stay on disk until used."""
     if file.stat().st_size >= LARGE:
         return np.memmap(file, np.uint8, mode="r")
     return np.fromfile(file, np.uint8)
 
 
 def digest(text: np.ndarray, file: Path) -> bytes:
-    """Digest of a text, of evenly spread blocks if it is over 64 MiB. Refuses what is no text."""
+    """Digest of a text; of blocks spread evenly over it if it is larger than 64 MiB.
+
+    Raises SettingError for a file that is no text, or in an encoding with bytes of zero.
+    """
     start = text[:4].tobytes()
     for mark, encoding in MARKS.items():
         if start.startswith(mark):

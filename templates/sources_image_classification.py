@@ -88,7 +88,7 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def explain_names(path: Path, archive: zipfile.ZipFile) -> str:
-    """A message for a file without `images` or `labels`: what it has, and the line to convert it."""
+    """A message for a file without `images` or `labels`: what it has, and how to convert it."""
     shapes, shown = {}, []
     for file in archive.namelist():
         name = file.removesuffix(".npy")

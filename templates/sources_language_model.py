@@ -69,7 +69,7 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def walk(root: str, excluded: Collection[str] = ()) -> Iterator[Path]:
-    """The files below a directory that are not hidden. Raises OSError for an unreadable directory."""
+    """The files below a directory that are not hidden. Raises OSError if one cannot be read."""
 
     def refuse(error):
         raise error  # without this, os.walk would skip the directory silently

@@ -1,6 +1,5 @@
 """A fresh project passes its own checks, tests and smoke test, and `make` works in it."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,11 +7,9 @@ import sys
 
 import bake
 import pytest
+from answers import COMBINATIONS
 
 pytestmark = pytest.mark.slow
-
-QUESTIONS = json.loads((bake.ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-COMBINATIONS = [(task, api) for task in QUESTIONS["task"] for api in QUESTIONS["flax_api"]]
 
 
 def succeed(command, cwd, **environment):
@@ -30,11 +27,7 @@ def succeed(command, cwd, **environment):
 
 @pytest.mark.parametrize(("task", "api"), COMBINATIONS)
 def test_a_fresh_project_passes_its_own_checks(tmp_path, task, api):
-    output = tmp_path / "sp ace 'ü"
-    flags = ("--no-input", "--accept-hooks", "no")
-    result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
-    assert result.returncode == 0, result.stderr
-    project = output / "my_flax_project"
+    project = bake.generated(tmp_path / "sp ace 'ü", task, api)
     before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     succeed([sys.executable, "tests/smoke.py"], project)
     assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}

@@ -15,7 +15,6 @@ from children import (
     IMAGES_NNX,
     TEXT,
     TEXT_NNX,
-    before_step,
     evaluate,
     flags,
     kill,
@@ -27,6 +26,7 @@ from children import (
     train,
     train_with,
 )
+from run_hooks import before_step, die_before
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def test_resuming_goes_on_with_the_newest_run_that_has_a_checkpoint(server, tmp_
     words = flags(server, IMAGES, checkpoint_every=0, eval_every=0)
     server.start(train, *words, "--stop-after-step", "3", cwd=tmp_path).ends_with(75)
     first = place_of(tmp_path)
-    run = server.start(train_with, {"kill_before": 5}, *words, cwd=tmp_path)
+    run = server.start(train_with, {die_before: 5}, *words, cwd=tmp_path)
     assert run.wait() == -9
     assert place_of(tmp_path) != first and not steps_in(place_of(tmp_path))
     text = server.start(train, *resume, cwd=tmp_path).ends_with(0)
@@ -98,10 +98,6 @@ def test_resuming_goes_on_with_the_newest_run_that_has_a_checkpoint(server, tmp_
     shutil.rmtree(place_of(tmp_path))  # the link leads nowhere now
     text = server.start(evaluate, *resume, cwd=tmp_path).ends_with(0)
     assert f"the newest that has one is {first}" in text and "accuracy" in text
-
-
-def kill_before(get, step):
-    before_step(get, step, lambda: os.kill(os.getpid(), 9))
 
 
 def test_a_link_that_copying_made_a_directory_stops_no_run(server, tmp_path):
@@ -158,13 +154,13 @@ def test_an_owner_on_another_host_is_known_by_its_signs_of_life(server, tmp_path
 
     alive = threading.Thread(target=live)
     alive.start()
-    run = server.start(train_with, {"be_impatient": 3}, *words)
+    run = server.start(train_with, {be_impatient: 3}, *words)
     text = run.ends_with(2)
     over.set()
     alive.join()
     one_message(text, "process 7 on elsewhere", "2026-01-01")
     assert owner.read_text() == content
-    text = server.start(train_with, {"be_impatient": 2}, *words).ends_with(0)  # silent now: dead
+    text = server.start(train_with, {be_impatient: 2}, *words).ends_with(0)  # silent now: dead
     assert "completed at step 2" in text
     owner.write_text(content)
     os.utime(owner, (time.time() - 3600,) * 2)
@@ -177,7 +173,7 @@ def be_impatient(get, seconds):
 
 def test_one_process_cannot_run_twice_in_one_directory(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
-    text = server.start(train_with, {"run_again_before": 5}, *words).ends_with(0)
+    text = server.start(train_with, {run_again_before: 5}, *words).ends_with(0)
     assert "refused" in text and "this program's earlier call" in text
     assert result_of(tmp_path)["status"] == "completed"
 

@@ -82,10 +82,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("faults")
-    result = bake.run_cookiecutter(directory, flags=("--no-input", "--accept-hooks", "no"))
-    assert result.returncode == 0, result.stderr
-    return directory / "my_flax_project"
+    return bake.generated(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

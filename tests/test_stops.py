@@ -31,10 +31,7 @@ SAMPLE = {
 
 @pytest.mark.parametrize(("task", "api", "hard"), SAMPLE)
 def test_a_stopped_and_resumed_run_equals_one_never_stopped(tmp_path, task, api, hard):
-    flags = ("--no-input", "--accept-hooks", "no")
-    made = bake.run_cookiecutter(tmp_path, flags=flags, task=task, flax_api=api)
-    assert made.returncode == 0, made.stderr
-    project = stops.Project(tmp_path / "my_flax_project", task, hard)
+    project = stops.StoppedProject(bake.generated(tmp_path, task, api), task, hard)
     assert project.run(tmp_path / "straight") == 0
     straight = project.outcome(tmp_path / "straight")
     assert straight["status"] == ("early_stopped" if hard else "completed")

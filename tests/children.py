@@ -8,6 +8,7 @@ hooks, of which run_hooks.py has most: {hook: its argument}.
 """
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import io
@@ -41,6 +42,11 @@ def serve(root):
     for package in PACKAGES:
         for module in ("train", "evaluate"):
             importlib.import_module(f"{package}.{module}")
+        # What a run would import on the way, every child anew.
+        importlib.import_module(f"{package}.runtime.command_line").parse_settings([])
+    importlib.import_module("jaxlib.mlir.dialects.mhlo")
+    gc.collect()
+    gc.freeze()  # else every child looks for garbage among all that was imported
     print("ready", flush=True)
     with contextlib.suppress(EOFError):
         while request := pickle.load(sys.stdin.buffer):

@@ -22,6 +22,7 @@ from children import (
     steps_in,
     train,
     train_with,
+    try_settings,
 )
 from run_hooks import no_preemption_service, raise_before, save_synchronously, score_by_step
 
@@ -143,12 +144,14 @@ def test_relative_and_odd_paths(server, tmp_path):
         "../ü b": tmp_path / "sp ace" / "ü b",
         "~/x y": server.root / "home" / "x y",
     }
-    for name, place in places.items():
-        words = flags(server, IMAGES, workdir=name, total_steps=4)
-        run = server.start(train, *words, "--stop-after-step", "2", cwd=cwd)
-        assert str(place) in run.ends_with(75)
-        run = server.start(train, "--workdir", name, cwd=cwd)
-        assert "resumed at step 2" in run.ends_with(0)
+    starts = []
+    for name in places:
+        words = flags(server, IMAGES, workdir=name, total_steps=4, checkpoint_every=0)
+        starts += [[*words, "--stop-after-step", "2"], ["--workdir", name]]
+    answers = server.start(try_settings, starts, cwd=cwd).answer()
+    for place, first, second in zip(places.values(), answers[::2], answers[1::2], strict=True):
+        assert first[0] == 75 and str(place) in first[1], first
+        assert second[0] == 0 and "resumed at step 2" in second[1], second
         assert steps_in(place) == ["2", "4"]
 
 

@@ -25,6 +25,7 @@ from children import (
     steps_in,
     train,
     train_with,
+    try_settings,
 )
 from run_hooks import before_step, die_before
 
@@ -60,14 +61,29 @@ REFUSED = {
 def test_a_refused_start_leaves_everything_as_it_was(server, tmp_path, package):
     words = flags(server, package, total_steps=4)
     server.start(train, *words, package=package, cwd=tmp_path).ends_with(0)
-    before, latest = everything(tmp_path), place_of(tmp_path)
-    for name, refused in REFUSED.items():
-        for place in ([], ["--workdir", "new/deep"], ["--workdir", latest]):
-            if place[1:] == [latest] and name in ("--init-from", "--profile-steps"):
-                continue  # the run is over: these do not matter
-            run = server.start(train, *words, *refused, *place, package=package, cwd=tmp_path)
-            one_message(run.ends_with(2), name)
-            assert everything(tmp_path) == before, (name, place)
+    latest = str(place_of(tmp_path))
+    cases = [
+        (name, [*words, *refused, *place])
+        for name, refused in REFUSED.items()
+        for place in ([], ["--workdir", "new/deep"], ["--workdir", latest])
+        # That run is over: these two do not matter.
+        if place[1:] != [latest] or name not in ("--init-from", "--profile-steps")
+    ]
+    attempts = [case for _, case in cases]
+    run = server.start(try_and_look, attempts, tmp_path, package=package, cwd=tmp_path)
+    for (name, case), (code, text, untouched) in zip(cases, run.answer(), strict=True):
+        assert code == 2, text
+        one_message(text, name)
+        assert untouched, case
+
+
+def try_and_look(get, cases, directory):
+    """For each list of flags: exit code, output, and whether the directory is as it was."""
+    before, answers = everything(Path(directory)), []
+    for case in cases:
+        ((code, text, _),) = try_settings(get, [case])
+        answers.append([code, text, everything(Path(directory)) == before])
+    return answers
 
 
 def test_a_new_run_can_start_from_the_latest_one(server, tmp_path):

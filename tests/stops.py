@@ -111,12 +111,9 @@ class StoppedProject(bake.Project):
 
     def train(self, workdir: Path, *flags, stop: Stop | None = None) -> subprocess.Popen:
         """Train in a process of its own, watched by `watch` below."""
-        environment = {
-            "STOP": json.dumps([stop.kind, stop.moment, stop.count] if stop else None),
-            "SEEN": str(workdir) + ".seen",
-        }
         command = [sys.executable, __file__, "child", self.root, "--workdir", workdir]
-        return self.start(*command, *self.flags, *flags, log=f"{workdir}.log", env=environment)
+        command += [*self.flags, *flags]
+        return self.start(*command, log=f"{workdir}.log", env=orders(workdir, stop))
 
     def run(self, workdir: Path, *flags) -> int:
         return self.train(workdir, *flags).wait(timeout=300)
@@ -160,6 +157,12 @@ class StoppedProject(bake.Project):
             name = f"batch {step}"
             found[name] = digest if name not in found else "two different batches"
         return found
+
+
+def orders(workdir: Path, stop: Stop | None) -> dict[str, str]:
+    """The environment that tells `watch` what to do and where to note what it sees."""
+    what = [stop.kind, stop.moment, stop.count] if stop else None
+    return {"STOP": json.dumps(what), "SEEN": f"{workdir}.seen"}
 
 
 def arrays(checkpoint: Path) -> dict[str, bytes]:
@@ -226,14 +229,18 @@ def try_stop(
 # ------------------------------------------------------------------------------------ In the child
 
 
-def watch(project: Path, flags: list[str]) -> int:
-    """Train like `python -m <package>.train`, noting each batch, and fail as $STOP says."""
-    package = project.name
+def watch_in_process(project: Path, *flags) -> int:
     sys.path.insert(0, str(project))
-    importlib.import_module(f"{package}.runtime.stop").install_handlers()
+    return watch(lambda name: importlib.import_module(f"{project.name}.{name}"), *flags)
+
+
+def watch(get, *flags) -> int:
+    """Train like `python -m <package>.train`, noting each batch, and fail as $STOP says. `get`
+    imports a module of the package."""
+    get("runtime.stop").install_handlers()
     seen = Path(os.environ["SEEN"]).open("a", buffering=1)  # noqa: SIM115
     seen.write("started\n")
-    train = importlib.import_module(f"{package}.train")
+    train = get("train")
     kind, when, count = json.loads(os.environ["STOP"]) or ("", "", 0)
     counts = dict.fromkeys(MOMENTS, 0)
 
@@ -242,9 +249,6 @@ def watch(project: Path, flags: list[str]) -> int:
         counts[moment] += 1
         if moment == when and counts[moment] == count:
             strike(kind)
-
-    def get(name: str):
-        return importlib.import_module(f"{package}.{name}")
 
     def wrap(step):
         def watched(state, totals, batch):
@@ -285,7 +289,7 @@ def watch(project: Path, flags: list[str]) -> int:
     use_compile_step(get, compile_watched)
     train.evaluate = evaluate_watched
     train.Checkpoints.save = save_watched
-    sys.argv = [package, *flags]
+    sys.argv = ["train.py", *map(str, flags)]
     return train.cli()
 
 
@@ -334,5 +338,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        sys.exit(watch(Path(sys.argv[2]), sys.argv[3:]))
+        sys.exit(watch_in_process(Path(sys.argv[2]), *sys.argv[3:]))
     sys.exit(main())

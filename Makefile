@@ -13,7 +13,7 @@ DEMO := build/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test test-quick check format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
@@ -39,8 +39,13 @@ demo: setup ## Generate the default project, smoke test included, and train it
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m cookiecutter . --no-input --output-dir $(DEMO)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(MAKE) -C $(DEMO)/my_flax_project train
 
-test: setup ## Run all tests of the template
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
+PYTEST := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m pytest -n 2 --dist worksteal
+
+test: setup ## Run all tests of the template: half an hour on two cores
+	$(PYTEST) $(ARGS)
+
+test-quick: setup ## Run the tests that are not marked slow: three minutes
+	$(PYTEST) -m "not slow" $(ARGS)
 
 check: setup ## Lint and formatting; changes nothing
 	$(RUFF) check $(ONE) . && $(RUFF) format $(ONE) --check .

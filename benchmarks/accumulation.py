@@ -8,29 +8,18 @@ memory. The Python of `make setup` has what it needs.
 import importlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
+from projects import importable
 
-ROOT = Path(__file__).resolve().parents[1]
 ROWS = {"image_classification": 512, "language_model": 32}
 PARTS = (1, 2, 4, 8)
-
-
-def generate(out: str, task: str) -> str:
-    """Generate a project and make it importable; return the name of its package."""
-    command = [sys.executable, "-m", "cookiecutter", ROOT, "--no-input", "--accept-hooks", "no"]
-    command += ["-o", out, f"project_slug={task}_net", f"task={task}"]
-    subprocess.run(command, check=True)
-    sys.path.insert(0, f"{out}/{task}_net")
-    return f"{task}_net"
 
 
 class Step:
@@ -64,7 +53,7 @@ def main(rounds: int) -> None:
         print("| task | micro-batches | time by the whole batch | temporary memory |")
         print("|---|---|---|---|")
         for task, rows in ROWS.items():
-            package = generate(out, task)
+            package = importable(out, task)
             steps = {parts: Step(package, rows, parts) for parts in PARTS}
             for step in steps.values():
                 step.time()

@@ -6,27 +6,15 @@ Python of `make setup` has what it needs.
 
 import importlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
+from projects import importable
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 0.25  # of each round
-
-
-def generate(out: str, task: str, api: str) -> str:
-    """Generate a project and make it importable; return the name of its package."""
-    name = f"{task}_{api}_net"
-    command = [sys.executable, "-m", "cookiecutter", ROOT, "--no-input", "--accept-hooks", "no"]
-    command += ["-o", out, f"project_slug={name}", f"task={task}", f"flax_api={api}"]
-    subprocess.run(command, check=True)
-    sys.path.insert(0, f"{out}/{name}")
-    return name
 
 
 class Run:
@@ -59,7 +47,7 @@ class Run:
 def main(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as out:
         for task in ("image_classification", "language_model"):
-            linen, nnx = (Run(generate(out, task, api)) for api in ("linen", "nnx"))
+            linen, nnx = (Run(importable(out, task, api)) for api in ("linen", "nnx"))
             steps = max(round(SECONDS / max(linen.time(5), nnx.time(5))), 2)
             ratios = []
             for i in range(rounds):  # who goes first alternates

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import jax
-from apis import generate
+from projects import importable
 
 
 def resident() -> float:
@@ -24,7 +24,10 @@ def resident() -> float:
 
 def main(task: str, api: str, steps: int) -> None:
     with tempfile.TemporaryDirectory() as out:
-        package = generate(out, task, api)
+        package = importable(out, task, api)
+        sys.path.append(f"{out}/{package}/tests")
+        from smoke import FewRows
+
         names = ("config", "data", "model", "train")
         config, data, model, train = (importlib.import_module(f"{package}.{n}") for n in names)
         load, compile_train_step = data.load, train.compile_train_step
@@ -32,7 +35,7 @@ def main(task: str, api: str, steps: int) -> None:
         def load_few(settings):
             """Held-out data of a few batches: the standard library's has thousands."""
             dataset = load(settings)
-            few = {name: FewRows(getattr(dataset, name)) for name in ("validation", "test")}
+            few = {name: FewRows(getattr(dataset, name), 64) for name in ("validation", "test")}
             return dataset._replace(**few)
 
         def compile_watched(*args):
@@ -64,19 +67,6 @@ def main(task: str, api: str, steps: int) -> None:
         )
         train.main(settings, compile_watched)
         show(steps)
-
-
-class FewRows:
-    """The first 64 rows of a split."""
-
-    def __init__(self, split):
-        self.split = split
-
-    def __len__(self):
-        return min(len(self.split), 64)
-
-    def rows(self, indices):
-        return self.split.rows(indices)
 
 
 if __name__ == "__main__":

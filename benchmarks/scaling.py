@@ -13,19 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from projects import bake
+
 ROWS = 64  # of the global batch, or of each device
-
-
-def generate(out: str) -> Path:
-    command = [sys.executable, "-m", "cookiecutter", ROOT, "--no-input", "--accept-hooks", "no"]
-    subprocess.run([*command, "-o", out, "project_slug=net"], check=True)
-    project = Path(out) / "net"
-    python = project / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    return project
 
 
 def step_ms(project: Path, devices: int, processes: int, rows: int, steps: int) -> float:
@@ -44,7 +34,8 @@ def step_ms(project: Path, devices: int, processes: int, rows: int, steps: int) 
 
 def main(steps: int) -> None:
     with tempfile.TemporaryDirectory() as out:
-        project = generate(out)
+        project = bake.generated(out)
+        bake.add_python(project)
         alone = {n: step_ms(project, 1, 1, n * ROWS, steps) for n in (1, 2, 4, 8)}
         print("| devices | processes | rows | ms a step | one device, same rows | own share |")
         print("|---|---|---|---|---|---|")

@@ -6,21 +6,10 @@ needs.
 
 import importlib
 import os
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def generate(out: str, task: str) -> str:
-    """Generate a project and make it importable; return the name of its package."""
-    command = [sys.executable, "-m", "cookiecutter", ROOT, "--no-input", "--accept-hooks", "no"]
-    command += ["-o", out, f"project_slug={task}_net", f"task={task}"]
-    subprocess.run(command, check=True)
-    sys.path.insert(0, f"{out}/{task}_net")
-    return f"{task}_net"
+from projects import importable
 
 
 def bytes_per_device(package: str, fsdp: int) -> dict[str, int]:
@@ -51,7 +40,7 @@ def main(devices: int) -> None:
     with tempfile.TemporaryDirectory() as out:
         print(f"| | | whole | of {devices} | share |\n|---|---|---|---|---|")
         for task in ("image_classification", "language_model"):
-            package = generate(out, task)
+            package = importable(out, task)
             whole, split = bytes_per_device(package, 1), bytes_per_device(package, devices)
             for name in whole:
                 share = f"1/{whole[name] / split[name]:.1f}"

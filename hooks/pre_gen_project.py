@@ -5,16 +5,15 @@ and no other line may hold an opening Jinja delimiter.
 """
 
 import builtins
+import contextlib
 import difflib
 import importlib.metadata
 import json
 import keyword
 import os
 import re
-import select
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 import unicodedata
@@ -261,51 +260,27 @@ def note(answers):
 # --- Leaving nothing behind ----------------------------------------------------------------------
 
 
-def parents_to_sweep(output_dir, slug):
-    """The directories above the project that the slug itself names, deepest first: cookiecutter
-    made those that were not there, and removes only the project's."""
-    parts = Path(slug).parts
-    named = [end for end, part in enumerate(parts[:-1], 1) if part != ".."]
-    paths = [Path(os.path.normpath(Path(output_dir, *parts[:end]))) for end in reversed(named)]
-    return [path for path in paths if not Path(output_dir).is_relative_to(path)]
-
-
 def born(path):
     """A new directory's access time is its birth, where the system keeps no birth."""
     status = os.stat(path)
     return getattr(status, "st_birthtime", status.st_atime)
 
 
-def sweep(leaf, parents, cookiecutter=(), patience=5.0):
-    """Remove the parents once cookiecutter has removed the leaf; if it ends first, it kept it."""
-    deadline = time.monotonic() + patience
-    while os.path.exists(leaf) and time.monotonic() < deadline:
-        if cookiecutter and select.select(cookiecutter, [], [], 0)[0]:
-            break
-        time.sleep(0.02)
-    for parent in parents:
-        try:
-            os.rmdir(parent)
-        except OSError:  # not empty, so not ours
-            return
-
-
-def start_sweep(output_dir, slug):
-    """In a child, because cookiecutter trips when the leaf is gone before its own clean-up. The
-    child shares our output, so that whoever captures that waits for it."""
-    leaf = os.getcwd()
-    parents = [path for path in parents_to_sweep(output_dir, slug) if path.is_dir()]
-    # One that is older than this run was there before, even if it is empty now.
-    if not (parents := [str(path) for path in parents if born(path) > born(leaf) - 1]):
+def sweep(output_dir, patience=3.0):
+    """Cookiecutter removes the innermost directory only: those above it, which it made for a slug
+    like a/b, a child removes afterwards. Cookiecutter would trip over one that is gone before."""
+    leaf = Path.cwd()
+    made = [path for path in leaf.parents if born(path) > born(leaf) - 1]
+    made = [path for path in made if not Path(output_dir).resolve().is_relative_to(path)]
+    if not made or not hasattr(os, "fork") or os.fork():
         return
-    try:
-        cookiecutter = [os.pidfd_open(os.getppid())]
-    except (AttributeError, OSError):  # not Linux
-        cookiecutter = []
-    hook = os.path.abspath(__file__)
-    command = [sys.executable, hook, "--sweep", json.dumps([leaf, parents, cookiecutter])]
-    elsewhere = os.path.dirname(hook)  # Windows cannot remove a directory that someone is in
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=elsewhere, pass_fds=tuple(cookiecutter))
+    deadline = time.monotonic() + patience
+    while leaf.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for path in made:
+        with contextlib.suppress(OSError):  # not empty, so not ours
+            path.rmdir()
+    os._exit(0)
 
 
 def main(answers):
@@ -317,14 +292,12 @@ def main(answers):
     if not problems:
         print(note(answers), end="", flush=True)
         return 0
-    text = report(answers, problems, sys.stderr.encoding, existing=bool(os.listdir()))
-    print(text, file=sys.stderr, flush=True)
-    if "_output_dir" in answers:
-        start_sweep(answers["_output_dir"], str(answers.get("project_slug")))
+    existing = bool(os.listdir())
+    print(report(answers, problems, sys.stderr.encoding, existing), file=sys.stderr, flush=True)
+    if "_output_dir" in answers and not existing:
+        sweep(answers["_output_dir"])
     return 1
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--sweep"]:
-        sys.exit(sweep(*json.loads(sys.argv[2])))
     sys.exit(main(json.loads(r"""{{ cookiecutter | tojson }}""")))

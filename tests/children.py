@@ -3,16 +3,19 @@ once and forks for each run. Every child is a process of its own, with real exit
 files, but without the seconds that imports take.
 
 The functions of a child get `get`, which imports a module of the generated package by its name.
+A request is a pickle, and so a function goes to the server by its module and name. train_with takes
+hooks, of which run_hooks.py has most: {hook: its argument}.
 """
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import io
 import json
 import os
+import pickle
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,36 +26,38 @@ from pathlib import Path
 import bake
 import numpy as np
 import pytest
+from answers import COMBINATIONS
+from run_hooks import pause_before, save_synchronously
 
-TASKS = ("image_classification", "language_model")
-COMBINATIONS = [(task, api) for task in TASKS for api in ("linen", "nnx")]
-IMAGES, IMAGES_NNX, TEXT, TEXT_NNX = (f"{task}_{api}" for task, api in COMBINATIONS)
+PACKAGES = [f"{task}_{api}" for task, api in COMBINATIONS]
+IMAGES, IMAGES_NNX, TEXT, TEXT_NNX = PACKAGES
 TIMEOUT = 120  # seconds that no run comes near
-
-tests = None
-"""In a child: the module of the tests that asked for it."""
 
 
 def serve(root):
-    """Import the projects below root and fork a child for every request, a line of JSON."""
-    sys.path.insert(0, root)
+    """Import the projects below root and fork a child for every request."""
+    sys.path[:0] = [os.path.join(root, package) for package in PACKAGES]
     sys.dont_write_bytecode = True
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-    for task, api in COMBINATIONS:
+    for package in PACKAGES:
         for module in ("train", "evaluate"):
-            importlib.import_module(f"{task}_{api}.{module}")
+            importlib.import_module(f"{package}.{module}")
+        # What a run would import on the way, every child anew.
+        importlib.import_module(f"{package}.runtime.command_line").parse_settings([])
+    importlib.import_module("jaxlib.mlir.dialects.mhlo")
+    gc.collect()
+    gc.freeze()  # else every child looks for garbage among all that was imported
     print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        pid = request.get("wait")
-        if pid is None:
-            importlib.import_module(request["module"])
-            pid = os.fork()
-            if pid == 0:
-                return child(**request)
-            print(pid, flush=True)
-        else:
-            print(json.dumps(reap(pid, time.monotonic() + request["timeout"])), flush=True)
+    with contextlib.suppress(EOFError):
+        while request := pickle.load(sys.stdin.buffer):
+            pid = request.get("wait")
+            if pid is None:
+                pid = os.fork()
+                if pid == 0:
+                    return child(**request)
+                print(pid, flush=True)
+            else:
+                print(json.dumps(reap(pid, time.monotonic() + request["timeout"])), flush=True)
 
 
 def reap(pid, deadline):
@@ -65,17 +70,14 @@ def reap(pid, deadline):
     return None
 
 
-def child(module, function, package, args, output, env, cwd):
-    """Run a function of a test module to its end, and exit as its caller's interpreter would."""
+def child(function, package, args, output, env, cwd):
+    """Run a function of the tests to its end, and exit as its caller's interpreter would."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, other in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
         os.dup2(other, number)
     sys.stdin = io.StringIO()
     os.environ.update(env)
     os.chdir(cwd)
-    global tests
-    tests = sys.modules[module]
-    function = getattr(tests, function)
     answer = function(lambda name: importlib.import_module(f"{package}.{name}"), *args)
     if not isinstance(answer, int):
         Path(output + ".json").write_text(json.dumps(answer), encoding="utf-8")
@@ -132,23 +134,22 @@ class Server:
             [sys.executable, __file__, root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=env,
         )
-        assert self.process.stdout.readline() == "ready\n"
+        assert self.process.stdout.readline() == b"ready\n"
 
     def ask(self, request):
-        print(json.dumps(request), file=self.process.stdin, flush=True)
+        pickle.dump(request, self.process.stdin)
+        self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, function, *args, package=IMAGES, env=None, cwd=None, module=None):
-        """Start a function that a module of the tests has, the caller's by default, in a child."""
+    def start(self, function, *args, package=IMAGES, env=None, cwd=None):
+        """Start a function of the tests, which gets `get` and these arguments, in a child."""
         self.count += 1
         output = self.root / f"output-{self.count}"
-        module = module or sys._getframe(1).f_globals["__name__"]
-        request = {"module": module, "function": function.__name__}
-        request |= {"package": package, "output": str(output)}
-        request |= {"args": list(map(plain, args)), "env": env or {}, "cwd": str(cwd or self.root)}
+        args = [str(x) if isinstance(x, Path) else x for x in args]
+        request = {"function": function, "args": args, "package": package, "output": str(output)}
+        request |= {"env": env or {}, "cwd": str(cwd or self.root)}
         return Run(self, self.ask(request), output)
 
     def stop(self):
@@ -156,18 +157,10 @@ class Server:
         self.process.wait(60)
 
 
-def plain(value):
-    return str(value) if isinstance(value, Path) else value
-
-
 def start_server(root, cache):
-    """A server with all combinations, each as a package named after it."""
-    for task, api in COMBINATIONS:
-        output, flags = root / "out", ("--no-input", "--accept-hooks", "no")
-        result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
-        assert result.returncode == 0, result.stderr
-        (output / "my_flax_project" / "my_flax_project").rename(root / f"{task}_{api}")
-        shutil.rmtree(output)
+    """A server with the projects of all combinations, each named after it."""
+    for (task, api), package in zip(COMBINATIONS, PACKAGES, strict=True):
+        bake.generated(root, task, api, package)
     write_data(root)
     return Server(root, cache)
 
@@ -237,9 +230,8 @@ def paused(server, run_flags, step, hooks=None, package=IMAGES, name="fifo"):
     fifo = server.root / f"{name}-{server.count}"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    hooks = {"save_synchronously": None, **(hooks or {}), "pause_before": [step, str(fifo)]}
-    module = sys._getframe(1).f_globals["__name__"]  # which has the hooks
-    run = server.start(train_with, hooks, *run_flags, package=package, module=module)
+    hooks = {save_synchronously: None, **(hooks or {}), pause_before: [step, str(fifo)]}
+    run = server.start(train_with, hooks, *run_flags, package=package)
     readable, _, _ = select.select([reader], [], [], TIMEOUT)
     os.close(reader)
     assert readable, run.text
@@ -249,6 +241,21 @@ def paused(server, run_flags, step, hooks=None, package=IMAGES, name="fifo"):
 def kill(run):
     os.kill(run.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
+
+
+def damage(file, kind):
+    """Delete, truncate or empty a file, or flip one bit in it."""
+    if kind == "delete":
+        file.unlink()
+        return
+    content = bytearray(file.read_bytes())
+    if kind == "truncate":
+        content = content[: len(content) // 2]
+    elif kind == "empty":
+        content = b""
+    elif content:
+        content[len(content) // 2] ^= 4
+    file.write_bytes(content)
 
 
 # ------------------------------------------------------------------------------- What children do
@@ -268,57 +275,10 @@ def evaluate(get, *words):
 
 
 def train_with(get, hooks, *words):
-    """Train with things happening on the way: {name of a function of the tests: its argument}."""
-    for name, argument in hooks.items():
-        hook = getattr(tests, name, None) or globals()[name]
+    """Train after these hooks: {hook: its argument}."""
+    for hook, argument in hooks.items():
         hook(get, argument)
     return train(get, *words)
-
-
-def before_step(get, step, act):
-    """Call act() before this step's batch is made."""
-    batches = get("batches")
-    original = batches.train_batches
-
-    def watched(split, config, sharding, start):
-        for number, batch in enumerate(original(split, config, sharding, start), start):
-            if number == step:
-                act()
-            yield batch
-
-    batches.train_batches = watched
-
-
-def raise_before(get, step):
-    def act():
-        raise RuntimeError("boom")
-
-    before_step(get, step, act)
-
-
-def pause_before(get, arguments):
-    """Tell the test through a FIFO that this step is reached; go on after a signal."""
-    step, fifo = arguments
-
-    def act():
-        with open(fifo, "w") as file:
-            file.write("here")
-        while get("runtime.stop").requested is None:
-            time.sleep(0.01)
-
-    before_step(get, step, act)
-
-
-def save_synchronously(get, _):
-    """So that a test knows which checkpoints there are when it kills."""
-    cls = get("runtime.checkpoint").Checkpoints
-    save = cls.save
-
-    def save_and_wait(self, *args):
-        save(self, *args)
-        self.wait()
-
-    cls.save = save_and_wait
 
 
 def train_in_turn(get, *runs):

@@ -10,3 +10,13 @@ def server(tmp_path_factory, pytestconfig):
     )
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def compile_fast():
+    """For tests that run what they compile for a moment only."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -22,7 +22,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import bake
 import numpy as np
+from answers import APIS
+from run_hooks import around_step, use_compile_step
 
 STEPS, STEPS_PER_EPOCH = 24, 5
 FLAGS = ["--total-steps", STEPS, "--log-every", 4, "--checkpoint-every", 3]
@@ -88,12 +91,16 @@ def random_stops(number: int, seed: int, steps: int, seconds: float) -> list[Sto
     return stops
 
 
-class Project:
-    """A generated project, and how its runs go."""
+class StoppedProject(bake.Project):
+    """A generated project, and how its runs go when they are stopped."""
 
     def __init__(self, root: Path, task: str, hard: bool = False):
-        self.root, self.task = root, task
-        self.package = next(root.glob("*/train.py")).parent.name
+        super().__init__(
+            root,
+            JAX_PLATFORMS="cpu",
+            JAX_COMPILATION_CACHE_DIR=str(root.parent / "cache"),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
         self.flags = [*TASK_FLAGS[task], *FLAGS, *(HARD if hard else [])]
         if task == "language_model":
             text = root.parent / "text"
@@ -101,34 +108,21 @@ class Project:
             words = ["".join(draw.choices("abcdef", k=3)) for _ in range(40)]
             text.write_text(" ".join(draw.choices(words, k=718)))  # 5 batches of 32 windows
             self.flags += ["--data.source", "path", "--data.path", text]
-        self.cache = root.parent / "cache"
 
-    def start(self, workdir: Path, *flags, stop: Stop | None = None) -> subprocess.Popen:
+    def train(self, workdir: Path, *flags, stop: Stop | None = None) -> subprocess.Popen:
         """Train in a process of its own, watched by `watch` below."""
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "STOP": json.dumps([stop.kind, stop.moment, stop.count] if stop else None),
-            "SEEN": str(workdir) + ".seen",
-        }
-        command = [sys.executable, __file__, "child", self.root, "--workdir", workdir, *self.flags]
-        with open(f"{workdir}.log", "ab") as log:
-            return subprocess.Popen(
-                [str(word) for word in (*command, *flags)],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        command = [sys.executable, __file__, "child", self.root, "--workdir", workdir]
+        command += [*self.flags, *flags]
+        return self.start(*command, log=f"{workdir}.log", env=orders(workdir, stop))
 
     def run(self, workdir: Path, *flags) -> int:
-        return self.start(workdir, *flags).wait(timeout=300)
+        return self.train(workdir, *flags).wait(timeout=300)
 
     def run_and_stop(self, workdir: Path, stop: Stop) -> int:
         """The exit code of a run that is stopped."""
         if stop.kind == "--stop-after-step":
             return self.run(workdir, stop.kind, stop.count)
-        process = self.start(workdir, stop=stop)
+        process = self.train(workdir, stop=stop)
         if stop.moment in ("any", "start"):
             name, *twice = stop.kind.split()
             while not Path(f"{workdir}.seen").exists() and process.poll() is None:
@@ -163,6 +157,12 @@ class Project:
             name = f"batch {step}"
             found[name] = digest if name not in found else "two different batches"
         return found
+
+
+def orders(workdir: Path, stop: Stop | None) -> dict[str, str]:
+    """The environment that tells `watch` what to do and where to note what it sees."""
+    what = [stop.kind, stop.moment, stop.count] if stop else None
+    return {"STOP": json.dumps(what), "SEEN": f"{workdir}.seen"}
 
 
 def arrays(checkpoint: Path) -> dict[str, bytes]:
@@ -204,7 +204,7 @@ def compare(straight: dict, resumed: dict) -> list[str]:
 
 
 def try_stop(
-    project: Project, scratch: Path, stop: Stop, straight: dict, resumes: int = 1
+    project: StoppedProject, scratch: Path, stop: Stop, straight: dict, resumes: int = 1
 ) -> tuple[int, list[str]]:
     """The exit code of a stopped run, and what differs after it was resumed so many times.
 
@@ -229,14 +229,18 @@ def try_stop(
 # ------------------------------------------------------------------------------------ In the child
 
 
-def watch(project: Path, flags: list[str]) -> int:
-    """Train like `python -m <package>.train`, noting each batch, and fail as $STOP says."""
-    package = next(project.glob("*/train.py")).parent.name
+def watch_in_process(project: Path, *flags) -> int:
     sys.path.insert(0, str(project))
-    importlib.import_module(f"{package}.runtime.stop").install_handlers()
+    return watch(lambda name: importlib.import_module(f"{project.name}.{name}"), *flags)
+
+
+def watch(get, *flags) -> int:
+    """Train like `python -m <package>.train`, noting each batch, and fail as $STOP says. `get`
+    imports a module of the package."""
+    get("runtime.stop").install_handlers()
     seen = Path(os.environ["SEEN"]).open("a", buffering=1)  # noqa: SIM115
     seen.write("started\n")
-    train = importlib.import_module(f"{package}.train")
+    train = get("train")
     kind, when, count = json.loads(os.environ["STOP"]) or ("", "", 0)
     counts = dict.fromkeys(MOMENTS, 0)
 
@@ -246,12 +250,7 @@ def watch(project: Path, flags: list[str]) -> int:
         if moment == when and counts[moment] == count:
             strike(kind)
 
-    compile_train_step, evaluate, save = train.compile_train_step, train.evaluate, None
-
-    def compile_watched(config, state, split, mesh):
-        reach("compile")
-        step, fresh_totals, costs = compile_train_step(config, state, split, mesh)
-
+    def wrap(step):
         def watched(state, totals, batch):
             number = int(np.asarray(state.step)) + 1
             leaves = [np.asarray(batch[name]).tobytes() for name in sorted(batch)]
@@ -260,7 +259,15 @@ def watch(project: Path, flags: list[str]) -> int:
             reach("step")
             return result
 
-        return watched, fresh_totals, costs
+        return watched
+
+    compile_wrapped = around_step(get, wrap)
+
+    def compile_watched(*args):
+        reach("compile")
+        return compile_wrapped(*args)
+
+    evaluate = train.evaluate
 
     def evaluate_watched(score_batch, state, stream, count, name, keep_going):
         moment = "test" if name == "test" else "evaluation"
@@ -279,9 +286,10 @@ def watch(project: Path, flags: list[str]) -> int:
         save(self, *args)
         reach("save")  # while it is being written
 
-    train.compile_train_step, train.evaluate = compile_watched, evaluate_watched
+    use_compile_step(get, compile_watched)
+    train.evaluate = evaluate_watched
     train.Checkpoints.save = save_watched
-    sys.argv = [package, *flags]
+    sys.argv = ["train.py", *map(str, flags)]
     return train.cli()
 
 
@@ -302,20 +310,14 @@ def strike(kind: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", default="image_classification", choices=TASK_FLAGS)
-    parser.add_argument("--api", default="linen", choices=("linen", "nnx"))
+    parser.add_argument("--api", default="linen", choices=APIS)
     parser.add_argument("--number", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hard", action="store_true")
     options = parser.parse_args()
-    import bake
-
     with tempfile.TemporaryDirectory() as scratch:
-        flags = ("--no-input", "--accept-hooks", "no")
-        made = bake.run_cookiecutter(
-            Path(scratch), flags=flags, task=options.task, flax_api=options.api
-        )
-        assert made.returncode == 0, made.stderr
-        project = Project(Path(scratch) / "my_flax_project", options.task, options.hard)
+        root = bake.generated(scratch, options.task, options.api)
+        project = StoppedProject(root, options.task, options.hard)
         directory = Path(scratch) / "straight"
         assert project.run(directory) == 0, Path(f"{directory}.log").read_text()
         began = time.monotonic()
@@ -336,5 +338,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        sys.exit(watch(Path(sys.argv[2]), sys.argv[3:]))
+        sys.exit(watch_in_process(Path(sys.argv[2]), *sys.argv[3:]))
     sys.exit(main())

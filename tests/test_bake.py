@@ -11,17 +11,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import bake
 import pytest
 import yaml
-from cookiecutter.generate import generate_files
+from answers import ACCELERATORS, COMBINATIONS, GOOD, NASTY, SETTINGS, TASKS, shown
+from bake import TEMPLATE, generated, with_derived
 from markdown_it import MarkdownIt
-from test_pre_gen import GOOD, NASTY, SETTINGS, shown, with_derived
 
-TEMPLATE = bake.ROOT / "{{cookiecutter.project_slug}}"
-COMBINATIONS = list(itertools.product(SETTINGS["task"], SETTINGS["flax_api"]))
 PACKAGE_FILES = """
     __init__ batches checks config data evaluate mesh model optimizer sources task train train_state
     train_step
@@ -44,13 +41,6 @@ FILES = {
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 
 
-def render(out, **answers):
-    """Generate in this process, without hooks; answers are taken as they are, not rendered."""
-    private = {key: value for key, value in SETTINGS.items() if key[0] == "_" != key[1]}
-    context = {"cookiecutter": private | with_derived(GOOD | answers)}
-    return Path(generate_files(bake.ROOT, context, out, accept_hooks=False))
-
-
 def files_of(task):
     """Names of the files of a project of this task."""
     of_images = {"my_flax_project/digits.npz", "my_flax_project/checks.py"}
@@ -67,7 +57,8 @@ def texts(project):
     return {name: (project / name).read_bytes().decode("utf-8") for name in names}
 
 
-def generated(result, out, slug="my_flax_project"):
+def made(result, out, slug="my_flax_project"):
+    """The project that a run of cookiecutter made."""
     assert result.returncode == 0, result.stdout + result.stderr
     return out / slug
 
@@ -76,7 +67,7 @@ def generated(result, out, slug="my_flax_project"):
 def project(request, tmp_path_factory):
     """Each task with each API."""
     task, flax_api = request.param
-    return render(tmp_path_factory.mktemp("out"), task=task, flax_api=flax_api)
+    return generated(tmp_path_factory.mktemp("out"), task=task, flax_api=flax_api)
 
 
 @pytest.fixture
@@ -101,7 +92,7 @@ def template_copy(tmp_path_factory):
 
 @pytest.mark.parametrize(("task", "flax_api"), COMBINATIONS)
 def test_the_files_are_these(tmp_path, task, flax_api):
-    assert files_in(render(tmp_path, task=task, flax_api=flax_api)) == files_of(task)
+    assert files_in(generated(tmp_path, task=task, flax_api=flax_api)) == files_of(task)
 
 
 def test_the_readme_lists_every_file(project):
@@ -143,11 +134,11 @@ def test_every_file_parses(project):
             assert all(yaml.safe_load_all(text)), name
 
 
-@pytest.mark.parametrize("accelerator", SETTINGS["accelerator"])
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
 def test_ruff_finds_nothing(tmp_path, accelerator):
     for task, flax_api in COMBINATIONS:
         out = tmp_path / flax_api / task
-        project = render(out, task=task, flax_api=flax_api, accelerator=accelerator)
+        project = generated(out, task=task, flax_api=flax_api, accelerator=accelerator)
         for command in (["check"], ["format", "--check", "--diff"]):
             ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
             result = subprocess.run(ruff, cwd=project, capture_output=True, text=True)
@@ -177,7 +168,7 @@ def test_an_answer_changes_these_files_only(tmp_path, question, task, flax_api):
     bakes = []
     for i, choice in enumerate(choices(question)):
         answers = {"task": task, "flax_api": flax_api} | {question: choice}
-        project = render(tmp_path / str(i), project_slug="net", **answers)
+        project = generated(tmp_path / str(i), package="net", **answers)
         bakes.append({name: (project / name).read_bytes() for name in files_in(project)})
     allowed = {name.replace("my_flax_project", "net") for name in DIFFERING[question]}
     found = set()
@@ -188,9 +179,11 @@ def test_an_answer_changes_these_files_only(tmp_path, question, task, flax_api):
     assert found == allowed
 
 
-@pytest.mark.parametrize("accelerator", SETTINGS["accelerator"])
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
 def test_the_accelerator_is_an_extra(tmp_path, accelerator):
-    makefile = (render(tmp_path, accelerator=accelerator) / "Makefile").read_text(encoding="utf-8")
+    makefile = (generated(tmp_path, accelerator=accelerator) / "Makefile").read_text(
+        encoding="utf-8"
+    )
     extras = "dev" if accelerator == "cpu" else f"{accelerator},dev"
     assert f"\nEXTRAS := {extras}\n" in makefile
 
@@ -210,11 +203,10 @@ def test_file_names_are_legal_everywhere():
 
 
 def test_only_include_stubs_have_jinja_in_python():
-    package = TEMPLATE / TEMPLATE.name
     stubs = 0
     for path in [*TEMPLATE.rglob("*.py"), *(bake.ROOT / "templates").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
-        if path.parent in (package, TEMPLATE / "tests") and re.fullmatch(
+        if path.parent in (bake.PACKAGE, TEMPLATE / "tests") and re.fullmatch(
             r"\{% include '.*' %\}", text
         ):
             stubs += 1
@@ -225,9 +217,7 @@ def test_only_include_stubs_have_jinja_in_python():
 
 def test_every_variant_is_used():
     wanted = {
-        f"{name}_{task}.py"
-        for name in ("data", "sources", "task", "test_task")
-        for task in SETTINGS["task"]
+        f"{name}_{task}.py" for name in ("data", "sources", "task", "test_task") for task in TASKS
     }
     wanted |= {f"model_{task}_{flax_api}.py" for task, flax_api in COMBINATIONS}
     assert {path.name for path in (bake.ROOT / "templates").glob("*.py")} == wanted
@@ -257,12 +247,12 @@ def heading(markdown):
 
 @pytest.mark.parametrize("text", NASTY, ids=shown)
 def test_texts_come_back_as_they_were_typed(tmp_path, text):
-    project = render(tmp_path, project_name=text, author_name=text)
+    project = generated(tmp_path, project_name=text, author_name=text)
     metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert metadata["description"] == text
     assert metadata["authors"] == [{"name": text}]
     assert heading((project / "README.md").read_text(encoding="utf-8")) == text
-    plain = texts(render(tmp_path / "plain"))
+    plain = texts(generated(tmp_path / "plain"))
     differing = {name for name, content in texts(project).items() if content != plain[name]}
     assert differing == {"README.md", "pyproject.toml"}
 
@@ -271,7 +261,7 @@ def test_texts_come_back_as_they_were_typed(tmp_path, text):
     "name", ["<b>x</b> & [y](z)", "*a* _b_ `c`", "C #", "&amp; &copy;", "a\\*b", "1. x", "![x](y)"]
 )
 def test_markdown_in_a_name_is_text(tmp_path, name):
-    readme = render(tmp_path, project_name=name) / "README.md"
+    readme = generated(tmp_path, project_name=name) / "README.md"
     assert heading(readme.read_text(encoding="utf-8")) == name
 
 
@@ -282,15 +272,15 @@ def test_texts_come_back_through_a_replay_file(out, tmp_path):
     replay = tmp_path / "answers.json"
     replay.write_text(json.dumps({"cookiecutter": answers | private}), encoding="utf-8")
     result = bake.run_cookiecutter(out, flags=["--replay-file", replay])
-    metadata = (generated(result, out) / "pyproject.toml").read_text(encoding="utf-8")
+    metadata = (made(result, out) / "pyproject.toml").read_text(encoding="utf-8")
     assert tomllib.loads(metadata)["project"]["description"] == text
     assert texts(out / "my_flax_project") == texts(
-        render(tmp_path, project_name=text, author_name=text)
+        generated(tmp_path, project_name=text, author_name=text)
     )
 
 
 def test_the_slug_is_everywhere(tmp_path):
-    project = render(tmp_path, project_slug="other_net")
+    project = generated(tmp_path, package="other_net")
     renamed = {name.replace("my_flax_project", "other_net") for name in FILES}
     assert files_in(project) == renamed
     assert not any("my_flax_project" in text for text in texts(project).values())
@@ -352,9 +342,9 @@ def test_hooks_ask_nothing_and_leave_git_alone(name):
 
 
 def test_without_hooks_the_project_is_the_same(out):
-    without = generated(bake.run_cookiecutter(out, flags=NO_HOOKS), out)
+    without = made(bake.run_cookiecutter(out, flags=NO_HOOKS), out)
     result = bake.run_cookiecutter(out, project_slug="net_2", smoke_test="off")
-    with_hooks = generated(result, out, "net_2")
+    with_hooks = made(result, out, "net_2")
     assert files_in(without) == FILES
     renamed = {
         name.replace("my_flax_project", "net_2"): text.replace("my_flax_project", "net_2")
@@ -374,7 +364,7 @@ def test_from_a_zip_archive(out, tmp_path, template_copy):
             if path.is_file():
                 name = path.relative_to(template_copy.parent).as_posix()
                 file.writestr(zipfile.ZipInfo(name), path.read_bytes())  # no permission bits
-    project = generated(bake.run_cookiecutter(out, template=archive, smoke_test="off"), out)
+    project = made(bake.run_cookiecutter(out, template=archive, smoke_test="off"), out)
     assert files_in(project) == FILES
     assert os.access(project / "launch.sh", os.X_OK)
 
@@ -383,7 +373,7 @@ def test_from_a_read_only_checkout(out, template_copy, tmp_path):
     read_only = shutil.copytree(template_copy, tmp_path / "read_only")
     for path in read_only.rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    project = generated(bake.run_cookiecutter(out, template=read_only, smoke_test="off"), out)
+    project = made(bake.run_cookiecutter(out, template=read_only, smoke_test="off"), out)
     assert files_in(project) == FILES
     for path in read_only.rglob("*"):
         path.chmod(0o755)
@@ -392,16 +382,16 @@ def test_from_a_read_only_checkout(out, template_copy, tmp_path):
 def test_replay_after_a_good_run(out, tmp_path):
     home = tmp_path / "home"
     first = bake.run_cookiecutter(out, home=home, smoke_test="off", project_name="Net 3")
-    before = texts(generated(first, out, "net_3"))
+    before = texts(made(first, out, "net_3"))
     shutil.rmtree(out / "net_3")
     again = bake.run_cookiecutter(out, home=home, flags=["--replay"])
-    assert texts(generated(again, out, "net_3")) == before
+    assert texts(made(again, out, "net_3")) == before
 
 
 @pytest.fixture
 def edited(out):
     """A project in use: two files of the user's own, one of the template's changed, one gone."""
-    project = generated(bake.run_cookiecutter(out, smoke_test="off"), out)
+    project = made(bake.run_cookiecutter(out, smoke_test="off"), out)
     for name in ("notes.txt", ".github/workflows/mine.yml", "my_flax_project/mine.py"):
         (project / name).write_text("mine")
     (project / "my_flax_project/model.py").write_text("# mine")
@@ -415,7 +405,7 @@ MINE = {"notes.txt", ".github/workflows/mine.yml", "my_flax_project/mine.py"}
 @pytest.mark.parametrize("hooks", ["yes", "no"])
 def test_overwriting_keeps_the_files_of_the_user(out, edited, hooks):
     flags = ("--no-input", "-f", "--accept-hooks", hooks)
-    generated(bake.run_cookiecutter(out, flags=flags, smoke_test="off"), out)
+    made(bake.run_cookiecutter(out, flags=flags, smoke_test="off"), out)
     assert files_in(edited) == FILES | MINE
     assert all((edited / name).read_text() == "mine" for name in MINE)
     assert (edited / "my_flax_project/model.py").read_text() != "# mine"
@@ -423,7 +413,7 @@ def test_overwriting_keeps_the_files_of_the_user(out, edited, hooks):
 
 def test_skipping_adds_only_what_is_missing(out, edited):
     flags = ("--no-input", "-s", "-f")
-    generated(bake.run_cookiecutter(out, flags=flags, smoke_test="off"), out)
+    made(bake.run_cookiecutter(out, flags=flags, smoke_test="off"), out)
     assert files_in(edited) == FILES | MINE
     assert (edited / "my_flax_project/model.py").read_text() == "# mine"
 
@@ -431,7 +421,7 @@ def test_skipping_adds_only_what_is_missing(out, edited):
 def test_inside_another_repository(out):
     subprocess.run(["git", "init", "--quiet", out], check=True)
     before = {path: path.stat().st_mtime_ns for path in (out / ".git").rglob("*")}
-    project = generated(bake.run_cookiecutter(out, smoke_test="off"), out)
+    project = made(bake.run_cookiecutter(out, smoke_test="off"), out)
     assert not (project / ".git").exists()
     assert {path: path.stat().st_mtime_ns for path in (out / ".git").rglob("*")} == before
 
@@ -444,15 +434,15 @@ def test_a_locale_without_utf_8(out):
     (out.parent / "rc").write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
     plain = out.parent / "plain"
     options = {"flags": flags, "smoke_test": "off", "project_slug": "net_4", "env": env}
-    project = generated(bake.run_cookiecutter(plain, **options), plain, "net_4")
-    expected = render(out, project_name=text, author_name=text, project_slug="net_4")
+    project = made(bake.run_cookiecutter(plain, **options), plain, "net_4")
+    expected = generated(out, package="net_4", project_name=text, author_name=text)
     assert texts(project) == texts(expected)
 
 
 def test_permissions_under_a_umask(out):
     command = [sys.executable, "-m", "cookiecutter", bake.ROOT, "--no-input", "-o", out]
     result = bake.run(["sh", "-c", 'umask 077; "$@"', "sh", *command, "smoke_test=off"])
-    project = generated(result, out)
+    project = made(result, out)
     sources = {bake.render(path, GOOD): TEMPLATE / path for path in files_in(TEMPLATE)}
     for name in FILES:
         path, source = project / name, sources[name]
@@ -474,7 +464,7 @@ def test_every_test_that_the_docs_name_exists(page):
 
 
 def test_cuda_is_for_linux_only(tmp_path):
-    text = (render(tmp_path) / "pyproject.toml").read_text(encoding="utf-8")
+    text = (generated(tmp_path) / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     for name in ("cuda12", "cuda13", "tpu"):
         assert all(entry.endswith("; sys_platform == 'linux'") for entry in extras[name])

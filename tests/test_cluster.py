@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,36 +21,21 @@ FLAGS = ["--total-steps", STEPS, "--log-every", 20, "--eval-every", 200, "--chec
 FLAGS = [str(word) for word in [*FLAGS, "--model.features", 8, "--ema-decay", 0.9]]
 
 
-class Project:
+class LaunchedProject(bake.Project):
     """A generated project whose .venv is the environment of the tests."""
 
     def __init__(self, root: Path):
-        self.root = root
-        python = root / ".venv/bin/python"
-        python.parent.mkdir(parents=True)
-        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-        python.chmod(0o755)
-        foreign = ("JAX_", "XLA_", "TRAIN_", "SLURM_", "OMPI_", "PMI")
-        kept = {name: x for name, x in os.environ.items() if not name.startswith(foreign)}
         cache = str(root.parent / "cache")
-        self.environment = kept | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
+        super().__init__(root, JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=cache)
+        bake.add_python(root)
 
-    def start(self, *command, **environment) -> subprocess.Popen:
+    def launch(self, *command) -> subprocess.Popen:
         """Start a command that prints to `self.log`."""
         self.log = self.root / f"log-{time.monotonic_ns()}"
-        with open(self.log, "wb") as log:
-            return subprocess.Popen(
-                [str(word) for word in command],
-                cwd=self.root,
-                env=self.environment | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        return self.start(*command, log=self.log, start_new_session=True)
 
-    def succeed(self, *command, **environment) -> str:
-        process = self.start(*command, **environment)
+    def succeed(self, *command) -> str:
+        process = self.launch(*command)
         code = process.wait(180)
         assert code == 0, self.log.read_text()[-3000:]
         return self.log.read_text()
@@ -67,9 +51,7 @@ class Project:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     output = tmp_path_factory.mktemp("cluster") / "sp ace"
-    made = bake.run_cookiecutter(output, flags=("--no-input", "--accept-hooks", "no"))
-    assert made.returncode == 0, made.stderr
-    project = Project(output / "my_flax_project")
+    project = LaunchedProject(bake.generated(output))
     with open(project.root / "my_flax_project/batches.py", "a") as file:
         file.write(SLOW)
     return project
@@ -226,7 +208,7 @@ def test_a_bad_setting_ends_a_slurm_job_with_2_and_no_requeue(slurm, project):
 def test_mpirun_trains_stops_at_sigusr1_and_goes_on(project, straight):
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
     command = [*mpirun, "bash", "launch.sh", "mpi", *FLAGS, "--workdir", "runs/mpi"]
-    process = project.start(*command)
+    process = project.launch(*command)
     run = project.root / "runs/mpi"
     wait_until(lambda: reached(run, 20), 90, project.log.read_text)
     process.send_signal(signal.SIGUSR1)
@@ -259,7 +241,7 @@ def test_a_killed_rank_ends_the_job_which_then_goes_on(project, rank):
     name = f"runs/killed-{rank}"
     few = ["--total-steps", 120, "--eval-every", 0, "--checkpoint-every", 20]
     command = ["bash", "launch.sh", "local", 4, *FLAGS, *few, "--workdir", name]
-    process = project.start(*command)
+    process = project.launch(*command)
     log = project.log
     wait_until(lambda: reached(project.root / name, 40), 120, log.read_text)
     ranks = ranks_of(process)

@@ -18,29 +18,35 @@ import types
 from pathlib import Path
 
 import bake
-import numpy as np
 import pytest
 from children import (
-    COMBINATIONS,
     IMAGES,
     IMAGES_NNX,
+    PACKAGES,
     TEXT,
     TEXT_NNX,
-    before_step,
     evaluate,
     flags,
     kill,
     one_message,
     paused,
+    read_state,
     result_of,
     steps_in,
     train,
+    train_in_turn,
     train_with,
+)
+from run_hooks import (
+    around_step,
+    become_nobody,
+    before_step,
+    poison,
+    score_by_step,
+    use_compile_step,
 )
 
 pytestmark = pytest.mark.slow
-
-PACKAGES = [f"{task}_{api}" for task, api in COMBINATIONS]
 
 
 def log_of(workdir):
@@ -70,7 +76,7 @@ def test_a_signal_saves_and_is_written_down(server, tmp_path, name, package):
 
 def test_nohup_keeps_a_run_going(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
-    run = paused(server, words, 6, {"ignore_sighup": None})
+    run = paused(server, words, 6, {ignore_sighup: None})
     os.kill(run.pid, signal.SIGHUP)
     os.kill(run.pid, signal.SIGUSR2)  # which ends the pause
     run.ends_with(75)
@@ -89,7 +95,7 @@ def test_a_terminal_that_goes_away(server, tmp_path):
     terminal, other = pty.openpty()
     process = subprocess.Popen(
         command,
-        cwd=server.root,
+        cwd=server.root / IMAGES,
         env=server.environment,
         stdin=other,
         stdout=other,
@@ -114,7 +120,7 @@ def take_terminal():
 
 def test_the_second_ctrl_c_is_written_down(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
-    run = server.start(train_with, {"interrupt_twice_before": 5}, *words)
+    run = server.start(train_with, {interrupt_twice_before: 5}, *words)
     assert "abandoned, nothing saved" in run.ends_with(130)
     assert "second Ctrl-C" in result_of(tmp_path)["reason"]
     assert "second Ctrl-C" in log_of(tmp_path)
@@ -172,13 +178,30 @@ def call_main(get, workdir, *words):
     return seen
 
 
+@pytest.mark.parametrize("package", [IMAGES, TEXT_NNX])
+def test_main_twice_in_one_process(server, tmp_path, package):
+    """Half a run, another run, and the other half, are what they are in processes of their own."""
+    a, b, c = (flags(server, package, workdir=tmp_path / name) for name in "abc")
+    stop = ["--stop-after-step", "5"]
+    run = server.start(
+        train_in_turn, [*a, *stop], [*b, "--precision", "bfloat16"], a, package=package
+    )
+    first, second, third = run.answer()
+    assert [x["status"] for x in (first, second, third)] == ["preempted", "completed", "completed"]
+    assert run.text.count(f"{tmp_path / 'a'}: completed") == 1  # no handler is left over
+    server.start(train, *c, package=package).ends_with(0)
+    a, c = (server.start(read_state, tmp_path / x, package=package) for x in "ac")
+    assert a.answer() == c.answer()
+    assert len(list((tmp_path / "a" / "tb").iterdir())) == 2
+
+
 # -------------------------------------------------------------------------------------- Exceptions
 
 
 @pytest.mark.parametrize("package", [IMAGES, TEXT_NNX])
 def test_an_exception_is_written_down_and_loses_no_step(server, tmp_path, package):
     words = flags(server, package, workdir=tmp_path, checkpoint_every=0, eval_every=0)
-    text = server.start(train_with, {"fail_before": 6}, *words, package=package).ends_with(1)
+    text = server.start(train_with, {fail_before: 6}, *words, package=package).ends_with(1)
     assert text.count("ValueError: row 7 is broken") == 1 and text.count("Traceback") == 1
     assert result_of(tmp_path)["status"] == "failed"
     assert result_of(tmp_path)["reason"] == "ValueError: row 7 is broken"
@@ -195,16 +218,12 @@ def fail_before(get, step):
 
 def test_what_the_step_has_taken_is_not_saved_and_that_is_said(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path, checkpoint_every=0, eval_every=0)
-    text = server.start(train_with, {"fail_in_step": 6}, *words).ends_with(1)
+    text = server.start(train_with, {fail_in_step: 6}, *words).ends_with(1)
     assert "is not saved" in text and not steps_in(tmp_path)
 
 
 def fail_in_step(get, step):
-    module = get("train")
-    original = module.compile_train_step
-
-    def compile_failing(*args):
-        compiled, *rest = original(*args)
+    def wrap(compiled):
         calls = iter(range(1, 10**6))
 
         def failing(*arguments):
@@ -213,9 +232,9 @@ def fail_in_step(get, step):
                 raise RuntimeError("in the step")
             return results
 
-        return failing, *rest
+        return failing
 
-    module.compile_train_step = compile_failing
+    use_compile_step(get, around_step(get, wrap))
 
 
 def test_a_failed_start_keeps_the_result_of_a_complete_run(server, tmp_path):
@@ -223,7 +242,7 @@ def test_a_failed_start_keeps_the_result_of_a_complete_run(server, tmp_path):
     server.start(train, *words).ends_with(0)
     before = result_of(tmp_path)
     words = flags(server, IMAGES, workdir=tmp_path, total_steps=20)
-    text = server.start(train_with, {"break_the_model": None}, *words).ends_with(1)
+    text = server.start(train_with, {break_the_model: None}, *words).ends_with(1)
     assert "the model is broken" in text and "the model is broken" in log_of(tmp_path)
     assert result_of(tmp_path) == before
     server.start(train, *words).ends_with(0)
@@ -234,7 +253,7 @@ def break_the_model(get, _):
     def compile_nothing(*_):
         raise TypeError("the model is broken")
 
-    get("train").compile_train_step = compile_nothing
+    use_compile_step(get, compile_nothing)
 
 
 def test_a_save_that_is_not_allowed_ends_the_process(server):
@@ -242,33 +261,16 @@ def test_a_save_that_is_not_allowed_ends_the_process(server):
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
         words = flags(server, IMAGES, workdir=f"{place}/run", eval_every=0, checkpoint_every=6)
-        run = server.start(train_with, {"lose_rights_before": 4}, *words)
+        run = server.start(train_with, {lose_rights_before: 4}, *words)
         assert run.wait(60) == 1
     assert "could not be written" in run.text and "ake the directory writable" in run.text
 
 
 def lose_rights_before(get, step):
-    def act():
-        if os.geteuid() == 0:
-            os.setresuid(65534, 65534, 65534)
-
-    before_step(get, step, act)
+    before_step(get, step, lambda: become_nobody(get, None))
 
 
 # ------------------------------------------------------------------------------------------ Stalls
-
-
-@pytest.mark.parametrize(
-    ("package", "hook"), [(IMAGES, "hang_before"), (TEXT, "hang_in_data"), (IMAGES, "hang_in_save")]
-)
-def test_a_stall_is_written_down_with_the_stacks(server, tmp_path, package, hook):
-    words = flags(server, package, workdir=tmp_path, stall_timeout=3)
-    run = server.start(train_with, {"hurry": None, hook: 5}, *words, package=package)
-    text = run.ends_with(1)
-    assert "stalled: nothing was finished for" in text and "in hang" in text
-    if hook != "hang_in_data":  # before there is a run directory
-        assert result_of(tmp_path)["reason"].startswith("stalled")
-        assert "in hang" in log_of(tmp_path) and "stalled" in log_of(tmp_path)
 
 
 def hurry(get, _):
@@ -289,6 +291,19 @@ def hang_in_data(get, _):
 
 def hang_in_save(get, _):
     get("runtime.checkpoint").Checkpoints.save = hang
+
+
+@pytest.mark.parametrize(
+    ("package", "hook"), [(IMAGES, hang_before), (TEXT, hang_in_data), (IMAGES, hang_in_save)]
+)
+def test_a_stall_is_written_down_with_the_stacks(server, tmp_path, package, hook):
+    words = flags(server, package, workdir=tmp_path, stall_timeout=3)
+    run = server.start(train_with, {hurry: None, hook: 5}, *words, package=package)
+    text = run.ends_with(1)
+    assert "stalled: nothing was finished for" in text and "in hang" in text
+    if hook != hang_in_data:  # before there is a run directory
+        assert result_of(tmp_path)["reason"].startswith("stalled")
+        assert "in hang" in log_of(tmp_path) and "stalled" in log_of(tmp_path)
 
 
 def test_a_pause_of_the_machine_is_no_stall(monkeypatch):
@@ -317,39 +332,13 @@ def test_a_pause_of_the_machine_is_no_stall(monkeypatch):
 
 def load(name):
     """A module of the template that needs no package around it but stop.py."""
-    folder = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2)
     package = types.ModuleType("standing_alone")
-    package.__path__ = [str(folder)]
+    package.__path__ = [str(bake.PACKAGE)]
     sys.modules["standing_alone"] = package
     return importlib.import_module(f"standing_alone.{name}")
 
 
 # --------------------------------------------------------------------------------- Out of memory
-
-
-OOM = {
-    "state": (IMAGES, {"model__features": 3_000_000}, {}, "creating or restoring"),
-    "step": (TEXT_NNX, {}, {"lack_memory_at": 4}, "training"),
-    "evaluation": (IMAGES_NNX, {}, {"lack_memory_in_evaluation": None}, "evaluating"),
-    "data": (TEXT, {}, {"lack_memory_in_data": None}, "reading the data"),
-}
-
-
-@pytest.mark.parametrize("where", OOM)
-def test_a_lack_of_memory_ends_soon_with_advice(server, tmp_path, where):
-    package, changes, hooks, said = OOM[where]
-    words = flags(server, package, workdir=tmp_path / "run", batch_size=32, **changes)
-    text = server.start(train_with, hooks, *words, package=package).ends_with(1)
-    one_message(text, "out of memory while " + said, "--precision bfloat16", "--batch-size")
-    if where != "data":
-        assert "out of memory while" in log_of(tmp_path / "run")
-        assert result_of(tmp_path / "run")["status"] == "failed"
-        assert "out of memory" in result_of(tmp_path / "run")["reason"]
-    if where == "step":
-        (advised,) = re.findall(r"--accumulation-steps \d+", text)
-        words = flags(server, package, workdir=tmp_path / "run", batch_size=32)
-        again = server.start(train, *words, *advised.split(), package=package).ends_with(0)
-        assert "changed --accumulation-steps: 1 -> 2 (the same updates" in again
 
 
 def no_memory(*_):
@@ -373,6 +362,31 @@ def lack_memory_in_data(get, _):
     get("data").load = load
 
 
+OOM = {
+    "state": (IMAGES, {"model__features": 3_000_000}, {}, "creating or restoring"),
+    "step": (TEXT_NNX, {}, {lack_memory_at: 4}, "training"),
+    "evaluation": (IMAGES_NNX, {}, {lack_memory_in_evaluation: None}, "evaluating"),
+    "data": (TEXT, {}, {lack_memory_in_data: None}, "reading the data"),
+}
+
+
+@pytest.mark.parametrize("where", OOM)
+def test_a_lack_of_memory_ends_soon_with_advice(server, tmp_path, where):
+    package, changes, hooks, said = OOM[where]
+    words = flags(server, package, workdir=tmp_path / "run", batch_size=32, **changes)
+    text = server.start(train_with, hooks, *words, package=package).ends_with(1)
+    one_message(text, "out of memory while " + said, "--precision bfloat16", "--batch-size")
+    if where != "data":
+        assert "out of memory while" in log_of(tmp_path / "run")
+        assert result_of(tmp_path / "run")["status"] == "failed"
+        assert "out of memory" in result_of(tmp_path / "run")["reason"]
+    if where == "step":
+        (advised,) = re.findall(r"--accumulation-steps \d+", text)
+        words = flags(server, package, workdir=tmp_path / "run", batch_size=32)
+        again = server.start(train, *words, *advised.split(), package=package).ends_with(0)
+        assert "changed --accumulation-steps: 1 -> 2 (the same updates" in again
+
+
 # ----------------------------------------------------------------------------- Damaged checkpoints
 
 
@@ -385,10 +399,10 @@ def break_checkpoint(workdir, step):
 @pytest.mark.parametrize("package", [IMAGES, TEXT_NNX])
 def test_a_damaged_best_checkpoint_is_no_dead_end(server, tmp_path, package):
     words = flags(server, package, workdir=tmp_path, eval_every=4)
-    run = paused(server, words, 11, {"first_is_best": None}, package=package)
+    run = paused(server, words, 11, {score_by_step: None}, package=package)
     kill(run)
     break_checkpoint(tmp_path, 4)
-    text = server.start(train_with, {"first_is_best": None}, *words, package=package).ends_with(0)
+    text = server.start(train_with, {score_by_step: None}, *words, package=package).ends_with(0)
     assert "checkpoint 4 is damaged" in text and "in place of the best" in text
     result = result_of(tmp_path)
     assert (result["best_step"], result["tested_step"]) == (4, 12) and result["eval"]
@@ -403,22 +417,11 @@ def test_a_damaged_best_checkpoint_is_no_dead_end(server, tmp_path, package):
     one_message(text, "the best checkpoint, step 4, is gone", "--checkpoint 12")
 
 
-def first_is_best(get, _):
-    module, task = get("train"), get("task")
-    original = module.evaluate
-
-    def worse(score_batch, state, *rest):
-        sign = 1 if task.HIGHER_IS_BETTER else -1
-        return original(score_batch, state, *rest) | {task.BEST_METRIC: -sign * float(state.step)}
-
-    module.evaluate = worse
-
-
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
     server.start(train, *words, "--stop-after-step", "6").ends_with(75)
     before = steps_in(tmp_path)
-    text = server.start(train_with, {"forbid_reading": None}, *words).ends_with(2)
+    text = server.start(train_with, {forbid_reading: None}, *words).ends_with(2)
     one_message(text, "cannot be read now", "Permission denied")
     assert steps_in(tmp_path) == before and not (tmp_path / "damaged").exists()
     server.start(train, *words).ends_with(0)
@@ -437,7 +440,7 @@ def test_a_diverged_run_names_a_way_on_that_works(server, tmp_path):
     """Settings cannot change, but the code may: an edit is a reason to try again."""
     workdir = tmp_path / "run"
     words = flags(server, IMAGES, workdir=workdir, max_skipped_steps=1, checkpoint_every=2)
-    server.start(train_with, {"poison_from": 6}, *words).ends_with(3)
+    server.start(train_with, {poison: [6, 99]}, *words).ends_with(3)
     text = server.start(train, *words).ends_with(3)
     assert "over, diverged" in text
     (way,) = re.findall(r"--init-from \S+", text.replace(",", ""))
@@ -448,16 +451,3 @@ def test_a_diverged_run_names_a_way_on_that_works(server, tmp_path):
     (workdir / "config.json").write_text(json.dumps(config))
     text = server.start(train, *words).ends_with(0)
     assert "the code changed: model.py" in text and "correctly" not in text
-
-
-def poison_from(get, step):
-    batches = get("batches")
-    original = batches.train_batches
-
-    def poisoned(split, config, sharding, start):
-        for number, batch in enumerate(original(split, config, sharding, start), start):
-            if number >= step:
-                batch["mask"][0] = np.inf
-            yield batch
-
-    batches.train_batches = poisoned

@@ -11,7 +11,7 @@ import sys
 import bake
 import pytest
 
-CHECKER = bake.ROOT.joinpath(*["{{cookiecutter.project_slug}}"] * 2, "tools") / "check_flags.py"
+CHECKER = bake.PACKAGE / "tools/check_flags.py"
 FLAGS_FILE = CHECKER.parents[2] / "xla_flags.env"
 
 pytestmark = pytest.mark.skipif(

@@ -1,6 +1,5 @@
 """A fresh project passes its own checks, tests and smoke test, and `make` works in it."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,11 +7,7 @@ import sys
 
 import bake
 import pytest
-
-pytestmark = pytest.mark.slow
-
-QUESTIONS = json.loads((bake.ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-COMBINATIONS = [(task, api) for task in QUESTIONS["task"] for api in QUESTIONS["flax_api"]]
+from answers import COMBINATIONS
 
 
 def succeed(command, cwd, **environment):
@@ -28,22 +23,34 @@ def succeed(command, cwd, **environment):
     return result.stdout
 
 
+@pytest.fixture(scope="session")
+def caches(pytestconfig):
+    """What mypy knows of the libraries, and what JAX has compiled, for the next project as well."""
+    return {name: pytestconfig.cache.mkdir(f"projects_{name}") for name in ("mypy", "jax")}
+
+
 @pytest.mark.parametrize(("task", "api"), COMBINATIONS)
-def test_a_fresh_project_passes_its_own_checks(tmp_path, task, api):
-    output = tmp_path / "sp ace 'ü"
-    flags = ("--no-input", "--accept-hooks", "no")
-    result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
-    assert result.returncode == 0, result.stderr
-    project = output / "my_flax_project"
+def test_a_fresh_project_passes_its_smoke_test(tmp_path, task, api):
+    """Which trains, stops, resumes and uses two devices: what test-quick has of real runs."""
+    project = bake.generated(tmp_path / "sp ace 'ü", task, api)
     before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     succeed([sys.executable, "tests/smoke.py"], project)
     assert before == {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "api"), COMBINATIONS)
+def test_a_fresh_project_passes_its_own_checks(tmp_path, caches, task, api):
+    project = bake.generated(tmp_path / "sp ace 'ü", task, api)
     succeed([sys.executable, "-m", "ruff", "check", "."], project)
     assert "left unchanged" in succeed([sys.executable, "-m", "ruff", "format", "."], project)
-    succeed([sys.executable, "-m", "mypy"], project)
+    succeed([sys.executable, "-m", "mypy"], project, MYPY_CACHE_DIR=str(caches["mypy"]))
+    (project / ".pytest_cache").mkdir()
+    (project / ".pytest_cache/jax").symlink_to(caches["jax"])
     succeed([sys.executable, "-m", "pytest", "-q"], project)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("uv"), reason="uv is not on PATH")
 def test_from_the_question_to_a_scored_model(tmp_path):
     output = tmp_path / "sp ace 'ü"

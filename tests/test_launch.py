@@ -18,9 +18,9 @@ import bake
 import kubernetes_validate as validate
 import pytest
 import yaml
+from answers import ACCELERATORS
 
-PROJECT = bake.ROOT / "{{cookiecutter.project_slug}}"
-ACCELERATORS = ["cpu", "cuda12", "cuda13", "tpu"]
+PROJECT = bake.TEMPLATE
 
 UNWANTED = ("TRAIN_", "SLURM_", "CUDA_", "PYTHON", "PIP_", "VIRTUAL_ENV")
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import importlib
-import sys
 
 import bake
 import jax
 import numpy as np
 import pytest
+from answers import APIS, COMBINATIONS, TASKS
 
-TASKS = ("image_classification", "language_model")
 # A setting that changes the structure of the network.
 VARIANTS = [(task, {}) for task in TASKS] + [("language_model", {"tie_embeddings": True})]
 
@@ -18,17 +17,12 @@ VARIANTS = [(task, {}) for task in TASKS] + [("language_model", {"tie_embeddings
 def packages(tmp_path_factory):
     """The packages of all combinations, by (task, api). Those of one name would clash."""
     root, made = tmp_path_factory.mktemp("models"), {}
-    sys.path.insert(0, str(root))
-    for task in TASKS:
-        for api in ("linen", "nnx"):
-            output = root / f"{task}_{api}_project"
-            flags = ("--no-input", "--accept-hooks", "no")
-            result = bake.run_cookiecutter(output, flags=flags, task=task, flax_api=api)
-            assert result.returncode == 0, result.stderr
-            package = output / "my_flax_project" / "my_flax_project"
-            made[task, api] = package.rename(root / f"{task}_{api}").name
-    yield made
-    sys.path.remove(str(root))
+    with pytest.MonkeyPatch.context() as patch:
+        for task, api in COMBINATIONS:
+            project = bake.generated(root, task, api, f"models_{task}_{api}")
+            patch.syspath_prepend(project)
+            made[task, api] = project.name
+        yield made
 
 
 def place_of(task, name):
@@ -73,7 +67,7 @@ def pair(request, packages):
         inputs = jax.random.randint(jax.random.key(1), (6, 16), 0, 256)
         changes, outputs = changes | {"depth": 2}, 256
     models = []
-    for api in ("linen", "nnx"):
+    for api in APIS:
         module = importlib.import_module(f"{packages[task, api]}.model")
         config = dataclasses.replace(module.TINY, **changes)
         shape = jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype)
@@ -130,7 +124,7 @@ def test_training_moves_the_batch_statistics_alike(pair):
 
 
 def test_recomputing_blocks_changes_no_gradient(packages):
-    for api in ("linen", "nnx"):
+    for api in APIS:
         module = importlib.import_module(f"{packages['language_model', api]}.model")
         tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256)
         found = []

@@ -12,14 +12,23 @@ import jax.numpy as jnp
 import networks
 import numpy as np
 import pytest
-import test_numbers as numbers
+from answers import APIS
 from flax import nnx
-from test_numbers import assert_close, largest_change, named, same_bits, value
+from package import (
+    Package,
+    assert_close,
+    check_a_bad_batch_leaves_everything_as_it_was,
+    check_a_row_depends_on_no_other_row,
+    check_decay_moves_kernels_and_nothing_else,
+    largest_change,
+    named,
+    same_bits,
+    value,
+)
 
-compile_fast = numbers.compile_fast
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 NAMES = ("adamw", "sgd", "lion", "muon")
-APIS = ("linen", "nnx")
 NETWORKS = [(kind, "linen") for kind in networks.LINEN] + [(kind, "nnx") for kind in networks.NNX]
 WITHOUT_BATCH_NORM = [("vit", "linen"), ("groupnorm", "linen"), ("lstm", "nnx")]
 
@@ -27,21 +36,17 @@ WITHOUT_BATCH_NORM = [("vit", "linen"), ("groupnorm", "linen"), ("lstm", "nnx")]
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """The name of a generated package. Its files are the same for both APIs, but the network."""
-    root = tmp_path_factory.mktemp("networks")
-    flags = ("--no-input", "--accept-hooks", "no")
-    result = bake.run_cookiecutter(root, flags=flags, task="image_classification")
-    assert result.returncode == 0, result.stderr
-    made = root / "my_flax_project" / "my_flax_project"
+    made = bake.generated(tmp_path_factory.mktemp("networks"), package="networks_linen")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(root)
-        yield made.rename(root / "networks_linen").name
+        patch.syspath_prepend(made)
+        yield made.name
 
 
 @pytest.fixture(scope="module", params=NETWORKS, ids="-".join)
 def project(request, package):
     """The project with another network, which takes from the settings the dropout only."""
     kind, api = request.param
-    project = numbers.Project(package, "image_classification")
+    project = Package(package, "image_classification")
     train_state, model = project.module("train_state"), project.module("model")
 
     def create_model(config, inputs, num_outputs, dtype):
@@ -80,7 +85,7 @@ def test_kernels_are_decayed_and_what_flax_does_not_name_is_listed(project):
 
 @on([("vit", "nnx"), ("resnet", "linen")])
 def test_weight_decay_moves_kernels_and_nothing_else(project):
-    numbers.test_weight_decay_moves_kernels_and_nothing_else(project, "muon")
+    check_decay_moves_kernels_and_nothing_else(project, "muon")
 
 
 # ------------------------------------------------------------------- Each update rule, on any layer
@@ -139,7 +144,7 @@ def drawn(tree, seed):
 
 def updates_of(package, name, params, *gradients):
     """What the last of several updates by this rule adds to the parameters."""
-    module = numbers.Project(package, "image_classification").module
+    module = Package(package, "image_classification").module
     config = module("config").OptimizerConfig(name=name, weight_decay=0.1, clip_norm=0.0)
     tx = module("optimizer").create_optimizer(config, lambda count: 0.1)
     state = tx.init(params)
@@ -231,7 +236,7 @@ def test_micro_batches_add_up_to_the_whole(project):
 
 @on([("vit", "linen"), ("resnet", "nnx"), ("lstm", "nnx")])
 def test_evaluation_of_a_row_depends_on_no_other_row(project):
-    numbers.test_evaluation_of_a_row_depends_on_no_other_row(project)
+    check_a_row_depends_on_no_other_row(project)
 
 
 def test_dropout_differs_from_step_to_step_and_repeats(project):
@@ -247,7 +252,7 @@ def test_dropout_differs_from_step_to_step_and_repeats(project):
 
 @on([("vit", "linen"), ("resnet", "nnx"), ("lstm", "linen")])
 def test_a_bad_batch_changes_nothing_and_float16_stays_out_of_the_state(project):
-    numbers.test_a_bad_batch_leaves_everything_as_it_was(project, "float16")
+    check_a_bad_batch_leaves_everything_as_it_was(project, "float16")
     config = project.config(precision="float16")
     state, _ = project.start_once(config)[1](project.start_once(config)[0], project.batch())
     assert {x.dtype.name for x in jax.tree.leaves(state)} == {"float32", "int32"}

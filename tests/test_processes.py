@@ -15,21 +15,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from children import (
-    COMBINATIONS,
     IMAGES,
+    PACKAGES,
     TEXT,
     TEXT_NNX,
     flags,
     paused,
-    plain,
     read_state,
     train_with,
 )
-from children import before_step as call_before_step
+from run_hooks import (
+    before_step,
+    die_before,
+    no_preemption_service,
+    raise_before,
+    save_synchronously,
+    use_compile_step,
+    use_devices,
+)
 
 pytestmark = pytest.mark.slow
-
-PACKAGES = [f"{task}_{api}" for task, api in COMBINATIONS]
 
 
 def free_port():
@@ -120,7 +125,7 @@ def losses(file, kind="train"):
 
 
 def noted(folder):
-    return {"note_batches": plain(folder / "batches"), "note_losses": plain(folder / "metrics")}
+    return {note_batches: str(folder / "batches"), note_losses: str(folder / "metrics")}
 
 
 SGD = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.05, "total_steps": 20}
@@ -257,7 +262,7 @@ def straight(server, tmp_path_factory):
 )
 def test_a_signal_to_one_process_stops_all_at_one_step(server, tmp_path, straight, name, moment):
     words = flags(server, IMAGES, workdir=tmp_path / "run", **LONG)
-    texts = end(start(server, 2, words, hooks_of={1: {"signal_self": [moment, name]}}), 75)
+    texts = end(start(server, 2, words, hooks_of={1: {signal_self: [moment, name]}}), 75)
     (step,) = re.findall(r"preempted at step (\d+)", texts[0])
     result = json.loads((tmp_path / "run/result.json").read_text())
     expected = ("preempted", "stopped by a signal to one of the processes")
@@ -275,38 +280,36 @@ def signal_self(get, arguments):
         os.kill(os.getpid(), signal.Signals[name])
 
     if moment == "step":
-        call_before_step(get, 5, act)
+        before_step(get, 5, act)
         return
-    places = {"evaluation": "evaluate", "compilation": "compile_train_step"}
-    module, function = get("train"), places[moment]
-    original, done = getattr(module, function), []
+    train, done = get("train"), []
 
-    def watched(*args):
-        if not done:
-            done.append(act())
-        return original(*args)
+    def after_signal(function):
+        def watched(*args):
+            if not done:
+                done.append(act())
+            return function(*args)
 
-    setattr(module, function, watched)
+        return watched
+
+    if moment == "evaluation":
+        train.evaluate = after_signal(train.evaluate)
+    else:
+        use_compile_step(get, after_signal(get("train_step").compile_train_step))
 
 
 def test_the_service_that_agrees_on_a_step_is_on_whatever_the_environment_says(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
-    hooks = {"no_preemption_service": None, "note_batches": plain(tmp_path / "batches")}
+    hooks = {no_preemption_service: None, note_batches: str(tmp_path / "batches")}
     end(start(server, 2, words, hooks), 0)
-
-
-def no_preemption_service(get, _):
-    import jax
-
-    jax.config.update("jax_enable_preemption_service", False)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_a_process_is_killed_the_others_end(server, tmp_path, rank):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     began = time.monotonic()
-    hooks = {"save_synchronously": None}
-    ranks = start(server, 2, words, hooks, hooks_of={rank: {"die_before": 5}})
+    hooks = {save_synchronously: None}
+    ranks = start(server, 2, words, hooks, hooks_of={rank: {die_before: 5}})
     assert ranks[rank].wait() == -signal.SIGKILL
     assert ranks[1 - rank].wait() not in (0, 75)
     assert time.monotonic() - began < 60  # JAX alone: 100 s
@@ -314,14 +317,10 @@ def test_when_a_process_is_killed_the_others_end(server, tmp_path, rank):
     assert "resumed at step 4" in texts[0]
 
 
-def die_before(get, step):
-    call_before_step(get, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stuck_process_ends_the_run_with_the_stacks_of_all(server, tmp_path, rank):
     words = flags(server, IMAGES, workdir=tmp_path / "run", stall_timeout=6)
-    ranks = start(server, 2, words, hooks_of={rank: {"sleep_before": 5}})
+    ranks = start(server, 2, words, hooks_of={rank: {sleep_before: 5}})
     codes = [each.wait() for each in ranks]
     assert codes[rank] == 1
     assert codes[1 - rank] in (1, 134, -signal.SIGABRT)
@@ -335,7 +334,7 @@ def sleep_for_ever():
 
 
 def sleep_before(get, step):
-    call_before_step(get, step, sleep_for_ever)
+    before_step(get, step, sleep_for_ever)
 
 
 # -------------------------------------------------------------------------------- Before the start
@@ -388,21 +387,6 @@ def test_processes_with_other_settings_are_named(server, tmp_path):
     assert not (tmp_path / "run").exists() and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("hook", "expected"),
-    [
-        ({"other_flax": None}, ["process 1 on", "versions.flax 9.9.9"]),
-        ({"other_data": None}, ["process 1 on", "data.fingerprint"]),
-        ({"use_devices": 2}, ["process 0 has 1", "process 1 has 2"]),
-        ({"other_xla_flags": None}, ["process 1 on", "xla_flags", "--xla_cpu_max_isa"]),
-    ],
-)
-def test_processes_in_other_circumstances_are_named(server, tmp_path, hook, expected):
-    words = flags(server, IMAGES, workdir=tmp_path / "run")
-    refused(server, words, *expected, hooks_of={1: hook})
-    assert not (tmp_path / "run").exists()
-
-
 def other_flax(get, _):
     facts = get("runtime.manifest")
     found = facts.metadata.version
@@ -421,19 +405,28 @@ def other_data(get, _):
     data.load = lambda config: load(config)._replace(fingerprint="another")
 
 
-def use_devices(get, count):
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", count)
-
-
 def other_xla_flags(get, _):
     os.environ["XLA_FLAGS"] += " --xla_cpu_max_isa=AVX2"
 
 
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        ({other_flax: None}, ["process 1 on", "versions.flax 9.9.9"]),
+        ({other_data: None}, ["process 1 on", "data.fingerprint"]),
+        ({use_devices: 2}, ["process 0 has 1", "process 1 has 2"]),
+        ({other_xla_flags: None}, ["process 1 on", "xla_flags", "--xla_cpu_max_isa"]),
+    ],
+)
+def test_processes_in_other_circumstances_are_named(server, tmp_path, hook, expected):
+    words = flags(server, IMAGES, workdir=tmp_path / "run")
+    refused(server, words, *expected, hooks_of={1: hook})
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_problem_of_one_process_is_told_by_all(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
-    hook = {1: {"lose_data": None}}
+    hook = {1: {lose_data: None}}
     refused(server, words, "process 1 on", "images.npz", hooks_of=hook)
     assert not (tmp_path / "run").exists()
 
@@ -450,7 +443,7 @@ def lose_data(get, _):
 def test_a_run_directory_that_is_not_shared_is_noticed(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     (tmp_path / "run/checkpoints").mkdir(parents=True)  # as an earlier run on this host left it
-    hook = {1: {"hide_from_this_process": plain(tmp_path / "run")}}
+    hook = {1: {hide_from_this_process: str(tmp_path / "run")}}
     refused(server, words, "process 1 on", "share", hooks_of=hook)
     assert os.listdir(tmp_path / "run") == ["checkpoints"]
 
@@ -502,7 +495,7 @@ def test_a_stop_request_while_the_others_are_not_there(server, tmp_path, others_
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     env = {"TRAIN_COORDINATOR": f"127.0.0.1:{free_port()}", "TRAIN_NUM_PROCESSES": "2"}
     env |= {"TRAIN_COORDINATOR_TIMEOUT": "30" if others_come else "3"}
-    hook = {"signal_while_waiting": None}
+    hook = {signal_while_waiting: None}
     ranks = [server.start(train_with, hook, *words, env=env | {"TRAIN_PROCESS_ID": "1"})]
     if others_come:
         while not ranks[0].output.exists() or "sent" not in ranks[0].text:
@@ -533,7 +526,7 @@ def test_a_computation_at_import_is_explained(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     env = {"TRAIN_COORDINATOR": f"127.0.0.1:{free_port()}", "TRAIN_NUM_PROCESSES": "2"}
     env |= {"TRAIN_PROCESS_ID": "0"}
-    hook = {"compute_at_import": None}
+    hook = {compute_at_import: None}
     text = server.start(train_with, hook, *words, env=env).ends_with(1)
     assert "outside of any function" in text
 
@@ -547,7 +540,7 @@ def compute_at_import(get, _):
 def test_an_exception_of_one_process_ends_all_soon(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     began = time.monotonic()
-    ranks = start(server, 2, words, hooks_of={1: {"raise_before": 5}})
+    ranks = start(server, 2, words, hooks_of={1: {raise_before: 5}})
     assert ranks[1].wait() == 1
     assert "RuntimeError: boom" in ranks[1].text
     assert ranks[0].wait() not in (0, 2, 75)

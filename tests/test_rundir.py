@@ -15,7 +15,6 @@ from children import (
     IMAGES_NNX,
     TEXT,
     TEXT_NNX,
-    before_step,
     evaluate,
     flags,
     kill,
@@ -26,7 +25,9 @@ from children import (
     steps_in,
     train,
     train_with,
+    try_settings,
 )
+from run_hooks import before_step, die_before
 
 pytestmark = pytest.mark.slow
 
@@ -60,14 +61,29 @@ REFUSED = {
 def test_a_refused_start_leaves_everything_as_it_was(server, tmp_path, package):
     words = flags(server, package, total_steps=4)
     server.start(train, *words, package=package, cwd=tmp_path).ends_with(0)
-    before, latest = everything(tmp_path), place_of(tmp_path)
-    for name, refused in REFUSED.items():
-        for place in ([], ["--workdir", "new/deep"], ["--workdir", latest]):
-            if place[1:] == [latest] and name in ("--init-from", "--profile-steps"):
-                continue  # the run is over: these do not matter
-            run = server.start(train, *words, *refused, *place, package=package, cwd=tmp_path)
-            one_message(run.ends_with(2), name)
-            assert everything(tmp_path) == before, (name, place)
+    latest = str(place_of(tmp_path))
+    cases = [
+        (name, [*words, *refused, *place])
+        for name, refused in REFUSED.items()
+        for place in ([], ["--workdir", "new/deep"], ["--workdir", latest])
+        # That run is over: these two do not matter.
+        if place[1:] != [latest] or name not in ("--init-from", "--profile-steps")
+    ]
+    attempts = [case for _, case in cases]
+    run = server.start(try_and_look, attempts, tmp_path, package=package, cwd=tmp_path)
+    for (name, case), (code, text, untouched) in zip(cases, run.answer(), strict=True):
+        assert code == 2, text
+        one_message(text, name)
+        assert untouched, case
+
+
+def try_and_look(get, cases, directory):
+    """For each list of flags: exit code, output, and whether the directory is as it was."""
+    before, answers = everything(Path(directory)), []
+    for case in cases:
+        ((code, text, _),) = try_settings(get, [case])
+        answers.append([code, text, everything(Path(directory)) == before])
+    return answers
 
 
 def test_a_new_run_can_start_from_the_latest_one(server, tmp_path):
@@ -90,7 +106,7 @@ def test_resuming_goes_on_with_the_newest_run_that_has_a_checkpoint(server, tmp_
     words = flags(server, IMAGES, checkpoint_every=0, eval_every=0)
     server.start(train, *words, "--stop-after-step", "3", cwd=tmp_path).ends_with(75)
     first = place_of(tmp_path)
-    run = server.start(train_with, {"kill_before": 5}, *words, cwd=tmp_path)
+    run = server.start(train_with, {die_before: 5}, *words, cwd=tmp_path)
     assert run.wait() == -9
     assert place_of(tmp_path) != first and not steps_in(place_of(tmp_path))
     text = server.start(train, *resume, cwd=tmp_path).ends_with(0)
@@ -98,10 +114,6 @@ def test_resuming_goes_on_with_the_newest_run_that_has_a_checkpoint(server, tmp_
     shutil.rmtree(place_of(tmp_path))  # the link leads nowhere now
     text = server.start(evaluate, *resume, cwd=tmp_path).ends_with(0)
     assert f"the newest that has one is {first}" in text and "accuracy" in text
-
-
-def kill_before(get, step):
-    before_step(get, step, lambda: os.kill(os.getpid(), 9))
 
 
 def test_a_link_that_copying_made_a_directory_stops_no_run(server, tmp_path):
@@ -158,13 +170,13 @@ def test_an_owner_on_another_host_is_known_by_its_signs_of_life(server, tmp_path
 
     alive = threading.Thread(target=live)
     alive.start()
-    run = server.start(train_with, {"be_impatient": 3}, *words)
+    run = server.start(train_with, {be_impatient: 3}, *words)
     text = run.ends_with(2)
     over.set()
     alive.join()
     one_message(text, "process 7 on elsewhere", "2026-01-01")
     assert owner.read_text() == content
-    text = server.start(train_with, {"be_impatient": 2}, *words).ends_with(0)  # silent now: dead
+    text = server.start(train_with, {be_impatient: 2}, *words).ends_with(0)  # silent now: dead
     assert "completed at step 2" in text
     owner.write_text(content)
     os.utime(owner, (time.time() - 3600,) * 2)
@@ -177,7 +189,7 @@ def be_impatient(get, seconds):
 
 def test_one_process_cannot_run_twice_in_one_directory(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
-    text = server.start(train_with, {"run_again_before": 5}, *words).ends_with(0)
+    text = server.start(train_with, {run_again_before: 5}, *words).ends_with(0)
     assert "refused" in text and "this program's earlier call" in text
     assert result_of(tmp_path)["status"] == "completed"
 

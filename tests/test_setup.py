@@ -31,13 +31,11 @@ PYTHON = "#!/bin/sh\necho ${ANSWER:-3.13 x86_64}\n"
 INSTALL = "uv pip install --python .venv/bin/python --editable .[dev]"
 
 
-class Project:
+class SetUpProject(bake.Project):
     """A generated project, with stand-ins for what installs."""
 
     def __init__(self, directory: Path):
-        made = bake.run_cookiecutter(directory, flags=("--no-input", "--accept-hooks", "no"))
-        assert made.returncode == 0, made.stderr
-        self.root = directory / "my_flax_project"
+        super().__init__(bake.generated(directory))
         self.notes = directory / "notes"
         self.bin = self.notes / "bin"
         self.bin.mkdir(parents=True)
@@ -81,7 +79,7 @@ REINSTALL = INSTALL.replace("python --editable", "python --reinstall --editable"
 
 @pytest.fixture
 def project(tmp_path):
-    project = Project(tmp_path / "sp ace 'ü")
+    project = SetUpProject(tmp_path / "sp ace 'ü")
     first = project.make("setup")
     assert (first.returncode, first.calls, first.said) == (0, [VENV, INSTALL], [])
     project.assert_complete("setup")
@@ -287,7 +285,7 @@ exec "$REAL" "$@"
 
 @pytest.fixture
 def without_uv(tmp_path):
-    project = Project(tmp_path / "sp ace")
+    project = SetUpProject(tmp_path / "sp ace")
     (project.bin / "uv").unlink()
     for tool in TOOLS.split():
         if path := shutil.which(tool):
@@ -399,9 +397,7 @@ IGNORED += [".*", "tests/", "launch/", "*.yml", "my_flax_project/", "Makefile", 
 
 @pytest.mark.parametrize("lines", [IGNORED, ["*"]], ids=["usual", "everything"])
 def test_a_clone_has_every_file_whatever_the_user_ignores(tmp_path, lines):
-    made = bake.run_cookiecutter(tmp_path / "out", flags=("--no-input", "--accept-hooks", "no"))
-    assert made.returncode == 0, made.stderr
-    project = tmp_path / "out/my_flax_project"
+    project = bake.generated(tmp_path / "out")
     files = {p.relative_to(project) for p in project.rglob("*") if p.is_file()}
     (project / "uv.lock").touch()
     (project / "my_flax_project/nets").mkdir()

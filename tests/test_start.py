@@ -15,7 +15,6 @@ from children import (
     IMAGES_NNX,
     TEXT,
     TEXT_NNX,
-    before_step,
     evaluate,
     flags,
     one_message,
@@ -25,6 +24,7 @@ from children import (
     train_with,
     try_settings,
 )
+from run_hooks import before_step, poison, use_compile_step
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ runpy.run_module("{IMAGES}.train", run_name="__main__")
 """
     command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.run(
-        command, cwd=server.root, env=server.environment, text=True, check=False, **options
+        command, cwd=server.root / IMAGES, env=server.environment, text=True, check=False, **options
     )
 
 
@@ -130,7 +130,7 @@ def try_until_compiled(get, cases):
     def enough(*_):
         raise get("config").SettingError("enough")
 
-    get("train").compile_train_step = enough
+    use_compile_step(get, enough)
     return try_settings(get, cases)
 
 
@@ -172,7 +172,7 @@ def test_a_refused_change_names_a_way_on_that_works(server, tmp_path):
 
 def test_every_wait_says_what_it_is_for(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path)
-    text = server.start(train_with, {"say_waits_at_once": None}, *words).ends_with(0)
+    text = server.start(train_with, {say_waits_at_once: None}, *words).ends_with(0)
     waits = ["reading the data", "creating or restoring", "compiling the step", "evaluating"]
     found = [text.find(f"{wait}") for wait in waits]
     assert found == sorted(found) and found[0] >= 0, text
@@ -203,7 +203,7 @@ def test_what_changes_the_learning_is_said_with_its_step(server, tmp_path, packa
     """Updates that are skipped between two log lines; the rate is that of the step, no average."""
     words = flags(server, package, workdir=tmp_path, log_every=6, optimizer__warmup_steps=0)
     words += ["--checkpoint-every", "0"]
-    text = server.start(train_with, {"poison": [2, 3]}, *words, package=package).ends_with(0)
+    text = server.start(train_with, {poison: [2, 4]}, *words, package=package).ends_with(0)
     assert "2 of the last 4 updates were skipped" in text
     assert "train step 6/12 (epoch 0." in text
     assert "completed at step 12: all steps are done; best step" in text
@@ -213,19 +213,6 @@ def test_what_changes_the_learning_is_said_with_its_step(server, tmp_path, packa
     for step, rate in curves["train/learning_rate"].items():
         cosine = 0.01 * (1 + np.cos(np.pi * applied[step] / 12)) / 2
         assert rate == pytest.approx(cosine, rel=1e-5)
-
-
-def poison(get, steps):
-    batches = get("batches")
-    original = batches.train_batches
-
-    def poisoned(split, config, sharding, start):
-        for number, batch in enumerate(original(split, config, sharding, start), start):
-            if number in steps:
-                batch["mask"][0] = np.inf
-            yield batch
-
-    batches.train_batches = poisoned
 
 
 def read_curves(workdir):
@@ -252,7 +239,7 @@ def test_an_evaluation_can_be_a_sample(server, tmp_path, package):
 def test_long_passes_show_how_far_they_are(server, tmp_path):
     """A log line where there is no terminal."""
     words = flags(server, TEXT, workdir=tmp_path)
-    text = server.start(train_with, {"say_more_often": None}, *words, package=TEXT).ends_with(0)
+    text = server.start(train_with, {say_more_often: None}, *words, package=TEXT).ends_with(0)
     assert re.search(r"eval: 1 of \d+ batches, \d+ s left", text)
     assert re.search(r"test: 1 of \d+ batches, \d+ s left", text)
 
@@ -263,11 +250,11 @@ def say_more_often(get, _):
 
 def test_a_poor_terminal_shows_what_it_can(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "ü", eval_every=4)
-    text = server.start(train_with, {"use_ascii": None}, *words).ends_with(0)
+    text = server.start(train_with, {use_ascii: None}, *words).ends_with(0)
     assert r"\xfc: a new run" in text and "train step 12/12" in text and "gets no more" not in text
     assert "ü: a new run" in (tmp_path / "ü" / "train.log").read_text(encoding="utf-8")
     words = flags(server, IMAGES, workdir=tmp_path / "closed")
-    server.start(train_with, {"close_output_before": 3}, *words).ends_with(0)
+    server.start(train_with, {close_output_before: 3}, *words).ends_with(0)
     assert "12" in steps_in(tmp_path / "closed")
 
 

@@ -1,6 +1,5 @@
 """A run stopped in any way goes on as if it had not been: a sample of what stops.py can do."""
 
-import bake
 import pytest
 import stops
 from stops import Stop
@@ -29,12 +28,25 @@ SAMPLE = {
 }
 
 
+class ForkedProject(stops.StoppedProject):
+    """Its runs are children of children.py. `root` is for their data."""
+
+    def __init__(self, server, package, *arguments):
+        super().__init__(*arguments)
+        self.server, self.package = server, package
+
+    def train(self, workdir, *flags, stop=None):
+        words, orders = ["--workdir", workdir, *self.flags, *flags], stops.orders(workdir, stop)
+        run = self.server.start(stops.watch, *words, package=self.package, env=orders)
+        log = workdir.with_name(f"{workdir.name}.log")
+        log.unlink(missing_ok=True)
+        log.symlink_to(run.output)
+        return run
+
+
 @pytest.mark.parametrize(("task", "api", "hard"), SAMPLE)
-def test_a_stopped_and_resumed_run_equals_one_never_stopped(tmp_path, task, api, hard):
-    flags = ("--no-input", "--accept-hooks", "no")
-    made = bake.run_cookiecutter(tmp_path, flags=flags, task=task, flax_api=api)
-    assert made.returncode == 0, made.stderr
-    project = stops.Project(tmp_path / "my_flax_project", task, hard)
+def test_a_stopped_and_resumed_run_equals_one_never_stopped(server, tmp_path, task, api, hard):
+    project = ForkedProject(server, f"{task}_{api}", tmp_path / "root", task, hard)
     assert project.run(tmp_path / "straight") == 0
     straight = project.outcome(tmp_path / "straight")
     assert straight["status"] == ("early_stopped" if hard else "completed")

@@ -78,7 +78,7 @@ class Package:
         def step(state, rows):
             """One step on a copy: the given state can be used again."""
             state = jax.tree.map(jnp.copy, state)
-            *results, step.guard = compiled(state, fresh(), jax.device_put(rows, sharding))
+            *results, step.status = compiled(state, fresh(), jax.device_put(rows, sharding))
             return results
 
         return state, step, compiled
@@ -95,17 +95,22 @@ class Package:
 
     def score(self, state, rows, mesh=None):
         """Metrics of a batch."""
-        replicated = self.module("mesh").replicated(mesh or self.mesh())
-        return jax.jit(self.module("train_step").eval_step, out_shardings=replicated)(state, rows)
+        return self.module("train_step").jit_eval_step(self.config(), mesh or self.mesh())(
+            state, rows
+        )
 
     def evaluate(self, state, batch_size=7, mesh=None, data=None):
         """Metrics of the test split, as train.main and evaluate.main have them computed."""
         mesh, data = mesh or self.mesh(), data or self.data
         sharding = self.module("mesh").batch_sharding(mesh)
         config = self.config(batch_size=batch_size)
-        stream = self.module("batches").eval_batches(data.test, config, sharding)
         return self.module("evaluate").evaluate(
-            lambda state, rows: self.score(state, rows, mesh), state, stream, 1, "test"
+            lambda state, rows: self.score(state, rows, mesh),
+            state,
+            data.test,
+            config,
+            sharding,
+            "test",
         )
 
     def targets(self, rows):
@@ -215,7 +220,7 @@ def check_a_bad_batch_leaves_everything_as_it_was(project, precision):
         cases.append((state.replace(loss_scale=scale), good))
     for before, rows in cases:
         after, metrics = step(before, rows)
-        for name in ("params", "opt_state", "batch_stats", "ema"):
+        for name in ("params", "opt_state", "model_state", "ema"):
             assert same_bits(getattr(after, name), getattr(before, name)), name
         assert (int(after.step), int(after.skipped_steps), int(after.skipped_in_a_row)) == (2, 1, 1)
         assert all(float(x) == 0 for x in jax.tree.leaves(metrics))

@@ -269,7 +269,7 @@ def watch(get, *flags) -> int:
 
     evaluate = train.evaluate
 
-    def evaluate_watched(score_batch, state, stream, count, name, keep_going):
+    def evaluate_watched(score_batch, state, split, config, sharding, name, keep_going):
         moment = "test" if name == "test" else "evaluation"
 
         def score_watched(*args):
@@ -278,7 +278,7 @@ def watch(get, *flags) -> int:
             return score_batch(*args)
 
         started: list = []
-        return evaluate(score_watched, state, stream, count, name, keep_going)
+        return evaluate(score_watched, state, split, config, sharding, name, keep_going)
 
     save = train.Checkpoints.save
 

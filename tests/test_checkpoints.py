@@ -76,7 +76,7 @@ def test_a_saved_checkpoint_is_that_of_its_step_though_training_goes_on(server, 
 def rename_layer(get, _):
     """An edit of model.py: one parameter has another name."""
     train_state = get("train_state")
-    create = train_state.create_model
+    create = train_state.pure_functions
 
     def renamed(*args):
         model = create(*args)
@@ -97,7 +97,7 @@ def rename_layer(get, _):
 
         return model._replace(init=init, apply=apply)
 
-    train_state.create_model = renamed
+    train_state.pure_functions = renamed
 
 
 CHANGES = [

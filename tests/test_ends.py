@@ -341,7 +341,7 @@ def load(name):
 # --------------------------------------------------------------------------------- Out of memory
 
 
-def no_memory(*_):
+def no_memory(*_, **__):
     import jax
 
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
@@ -352,7 +352,7 @@ def lack_memory_at(get, step):
 
 
 def lack_memory_in_evaluation(get, _):
-    get("train").eval_step = no_memory
+    get("train_step").eval_step = no_memory
 
 
 def lack_memory_in_data(get, _):

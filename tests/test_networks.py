@@ -290,7 +290,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(project, tmp_path):
 
 @on([("vit", "nnx"), ("resnet", "linen"), ("lstm", "nnx")])
 def test_two_devices_with_half_of_the_parameters_each_train_alike(project, monkeypatch):
-    monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
+    monkeypatch.setattr(project.module("mesh"), "MIN_SPLIT_SIZE", 1)  # so that all are split
     results = []
     for state, step, _ in (project.start_once(), project.start(mesh=project.mesh(1, 2))):
         first, losses = state.params, []

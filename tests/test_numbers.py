@@ -121,7 +121,9 @@ def test_loss_and_counters_of_bfloat16_logits_are_exact(project):
         logits = jnp.asarray(rng.normal(size=(301, 4, 256)), jnp.bfloat16)
         tokens = rng.integers(0, 256, (301, 5)).astype(np.uint8)
         rows = {"tokens": tokens, "mask": np.ones((301, 4), np.float32)}
-    metrics = jax.jit(task.loss_and_metrics)(logits, rows)
+    metrics = jax.jit(functools.partial(task.loss_and_metrics, config=task.TaskConfig()))(
+        logits, rows
+    )
     assert {x.dtype.name for x in jax.tree.leaves(metrics)} == {"float32"}
     expected = cross_entropy(logits, project.targets(rows)[0])
     np.testing.assert_allclose(metrics["loss"], (expected.sum(), expected.size), rtol=1e-6)
@@ -214,15 +216,15 @@ def test_batch_normalisation_moves_once_per_micro_batch_in_order(project):
     images = rows["image"]
 
     def chain(*order):
-        batch_stats = before.batch_stats
+        model_state, key = before.model_state, jax.random.key(0)
         for j in order:
-            variables, key = before.variables | {"batch_stats": batch_stats}, jax.random.key(0)
-            _, batch_stats = before.apply_fn(variables, images[j::2], train=True, key=key)
-        return batch_stats
+            variables = before.variables | model_state
+            _, model_state, _ = before.apply_fn(variables, images[j::2], train=True, key=key)
+        return model_state
 
-    assert_close(after.batch_stats, chain(0, 1), rtol=1e-5, atol=1e-6)
-    assert largest_change(chain(1, 0), after.batch_stats) > 1e-4
-    assert largest_change(chain(1), after.batch_stats) > 1e-2
+    assert_close(after.model_state, chain(0, 1), rtol=1e-5, atol=1e-6)
+    assert largest_change(chain(1, 0), after.model_state) > 1e-4
+    assert largest_change(chain(1), after.model_state) > 1e-2
 
     # By hand, for the first layer, of which the input is a convolution of the pixels.
     kernel = next(x for x in named(before.params).values() if x.shape == (3, 3, 1, 8))
@@ -234,7 +236,7 @@ def test_batch_normalisation_moves_once_per_micro_batch_in_order(project):
     for j in range(2):
         mean = 0.9 * mean + 0.1 * features[j::2].mean(axis=(0, 1, 2))
         var = 0.9 * var + 0.1 * features[j::2].var(axis=(0, 1, 2))
-    found = list(named(after.batch_stats).values())  # mean and var of each layer
+    found = list(named(after.model_state).values())  # mean and var of each layer
     np.testing.assert_allclose(found[0], mean, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], var, rtol=1e-5, atol=1e-6)
 
@@ -258,7 +260,7 @@ def test_the_learning_rate_logged_is_the_one_applied_and_falls_to_zero(project, 
     for _ in range(13):
         before = state
         state, _ = step(state, rows)
-        logged.append(float(step.guard["learning_rate"]))
+        logged.append(float(step.status["learning_rate"]))
         applied.append(applied_rate(project, before, state, decay=0.5))
     np.testing.assert_allclose(logged, 0.1 * (1 - np.arange(13) / 12), atol=1e-7)
     np.testing.assert_allclose(applied, logged, atol=1e-5)
@@ -270,7 +272,7 @@ def test_the_learning_rate_follows_the_updates_that_were_applied(project):
     for number in range(6):
         before, rows = state, with_zero_weight(project.batch())
         state, _ = step(state, with_infinite_weight(rows) if number in (1, 2, 4) else rows)
-        logged.append(float(step.guard["learning_rate"]))
+        logged.append(float(step.status["learning_rate"]))
         applied.append(applied_rate(project, before, state, decay=0.1))
     rates = 0.01 * (1 - np.arange(3) / STEPS)
     np.testing.assert_allclose(logged, rates[[0, 1, 1, 1, 2, 2]], atol=1e-8)
@@ -311,7 +313,7 @@ def test_after_too_many_bad_batches_in_a_row_nothing_changes_any_more(project):
     last = state = state.replace(first_bad_leaf=jnp.int32(3))  # is still to blame in the end
     for rows in (good, good):
         state, metrics = step(state, rows)
-    for name in ("params", "opt_state", "batch_stats", "ema"):
+    for name in ("params", "opt_state", "model_state", "ema"):
         assert same_bits(getattr(state, name), getattr(last, name)), name
     assert (int(state.skipped_in_a_row), int(state.first_bad_leaf)) == (5, 3)
     assert float(metrics["loss"][1]) == 0
@@ -446,7 +448,7 @@ def test_dropout_differs_between_steps_micro_batches_and_rows_only(project):
 @pytest.mark.slow
 def test_several_devices_compute_what_one_does(project, monkeypatch):
     data, fsdp = (2, 2) if project.package.endswith("nnx") else (4, 1)
-    monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
+    monkeypatch.setattr(project.module("mesh"), "MIN_SPLIT_SIZE", 1)  # so that all are split
     results = []
     for started in (project.start_once(), project.start(mesh=project.mesh(data, fsdp))):
         state, step, _ = started
@@ -480,7 +482,8 @@ def test_the_steps_leak_no_tracers(project):
     step = functools.partial(train_step.train_step, config=config)
     with jax.checking_leaks():
         jax.eval_shape(step, state, project.batch())
-        jax.eval_shape(train_step.eval_step, state, project.batch())
+        score = functools.partial(train_step.eval_step, config=config)
+        jax.eval_shape(score, state, project.batch())
 
 
 @pytest.mark.slow
@@ -515,7 +518,7 @@ def test_the_steps_compile_once_fresh_and_resumed(project, monkeypatch, tmp_path
 @pytest.mark.slow
 @only(TWO_COMBINATIONS)
 def test_a_checkpoint_is_restored_on_any_mesh_bit_for_bit(project, monkeypatch, tmp_path):
-    monkeypatch.setattr(project.module("mesh"), "SMALL", 1)  # so that small arrays are split too
+    monkeypatch.setattr(project.module("mesh"), "MIN_SPLIT_SIZE", 1)  # so that all are split
     checkpoint, plan = (
         project.module("runtime.checkpoint"),
         project.module("train_state").plan_train_state,

@@ -18,7 +18,7 @@ LOST = RESTORED.replace(
     """**restored["training"]
         | {"opt_state": jax.tree.map(lambda x: x * 0, restored["training"]["opt_state"])})""",
 )
-UPDATE = "    new = state.apply_gradients(grads=grads, batch_stats=batch_stats)"
+UPDATE = "    new = state.apply_gradients(grads=grads, model_state=model_state)"
 INDICES = "        indices = train_indices(step, len(split), config.batch_size, config.seed)"
 
 # What breaks: (file, the line, what it becomes, words of the message).
@@ -42,7 +42,7 @@ FAULTS = {
         "dropout differs between steps",
     ),
     "batch statistics are dropped": (
-        *("train_step.py", UPDATE, UPDATE.replace(", batch_stats=batch_stats", "")),
+        *("train_step.py", UPDATE, UPDATE.replace(", model_state=model_state", "")),
         "batch statistics move",
     ),
     "the same batch is fed again": (

@@ -64,7 +64,7 @@ FAULTS = {
     "the average is not updated": (
         *(
             "train_step.py",
-            "        new = new.replace(ema=ema)",
+            "        new = new.replace(ema=update_average(state.ema, new.variables, decay))",
             "        pass",
             "the average moves",
         ),

@@ -42,7 +42,8 @@ def join() -> None:
     count = int(environ.get("TRAIN_NUM_PROCESSES", "1"))
     if jax.distributed.is_initialized() or not (on_tpu or count > 1):
         return
-    jax.config.update("jax_enable_preemption_service", True)  # stop.poll() needs this service
+    # stop.poll() needs this service, which takes SIGTERM over. Nothing else must: it would go on.
+    jax.config.update("jax_enable_preemption_service", stop.is_listening)
     try:
         if on_tpu:
             jax.distributed.initialize()
@@ -68,7 +69,8 @@ def join() -> None:
                 "jnp.ones(3) outside of any function: move that into a function, or use NumPy."
             )
         raise
-    stop.tell_jax()
+    if stop.is_listening:
+        stop.tell_jax()
 
 
 def require_coordinator(address: str, rank: int, timeout: float) -> None:

@@ -16,6 +16,8 @@ def prepare(takes_requests: bool = True) -> None:
     """
     if takes_requests:
         stop.install_handlers()
+    else:
+        stop.end_at_once()
     screen: Any = terminal.Screen(sys.stderr)
     words = sys.argv[1:]
     if not {"--help", "-h", "--quiet", "--json"} & set(words):

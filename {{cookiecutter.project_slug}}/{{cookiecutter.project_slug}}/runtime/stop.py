@@ -28,6 +28,8 @@ _owns_process = False
 _interrupts = 0
 """How often Ctrl-C was pressed."""
 _polls = 0
+is_listening = False
+"""True while a run goes on that handles stop requests."""
 _has_agreed = False
 """True once all processes have agreed to stop."""
 _has_joined = False
@@ -48,6 +50,12 @@ def install_handlers() -> None:
     _take_over()
 
 
+def end_at_once() -> None:
+    """Let Ctrl-C end this process at once, as the other signals do: without a traceback."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _take_over() -> dict[int, Any]:
     """Install the handler for all signals; return the previous handlers."""
     previous = {}
@@ -66,8 +74,8 @@ def listening(abandon: Callable[[str], None]) -> Generator[None]:
     In another program that calls main(), such as a notebook, a second Ctrl-C raises
     KeyboardInterrupt instead, and the program gets its own handlers back afterwards.
     """
-    global requested, _interrupts, _has_agreed, _abandon
-    _abandon = abandon
+    global requested, is_listening, _interrupts, _has_agreed, _abandon
+    _abandon, is_listening = abandon, True
     previous: dict[int, Any] = {}
     if not _owns_process:
         requested, _interrupts, _has_agreed = None, 0, False
@@ -80,7 +88,7 @@ def listening(abandon: Callable[[str], None]) -> Generator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        _abandon = lambda reason: None  # noqa: E731
+        _abandon, is_listening = lambda reason: None, False
 
 
 def _handle(number: int, frame: object) -> None:

@@ -20,6 +20,8 @@ def prepare(takes_requests: bool = True) -> None:
         stop.end_at_once()
     screen: Any = terminal.Screen(sys.stderr)
     words = sys.argv[1:]
+    if "--json" in words:
+        terminal.reserve_stdout()
     if not {"--help", "-h", "--quiet", "--json"} & set(words):
         print("loading JAX and Flax ...", file=screen, flush=True)
     unused = accelerators.unused_accelerator(platform_of(words))

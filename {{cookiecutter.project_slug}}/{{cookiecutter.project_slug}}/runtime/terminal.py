@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,19 @@ class Screen:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def reserve_stdout() -> None:
+    """Keep stdout for what Python prints: what native libraries print there goes to stderr.
+
+    Gloo, for example, prints a line when processes connect.
+    """
+    if sys.stdout:
+        with contextlib.suppress(OSError):  # one of the two is closed
+            own = os.dup(sys.stdout.fileno())
+            os.dup2(2, 1)
+            encoding, errors = sys.stdout.encoding, sys.stdout.errors
+            sys.stdout = open(own, "w", encoding=encoding, errors=errors)  # noqa: SIM115
 
 
 def create_bar(total: int, what: str, **options: Any) -> tqdm:

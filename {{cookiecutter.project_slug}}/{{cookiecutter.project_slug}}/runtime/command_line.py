@@ -45,7 +45,7 @@ def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Set
 def parse_settings(arguments: list[str]) -> Config:
     """Settings from the command line; if --workdir holds a run, its settings are the defaults.
 
-    Raises SettingError if the settings of that run cannot be read.
+    Raises SettingError if the settings of that run cannot be read, or its data is gone.
     """
     read = functools.partial(
         read_flags,
@@ -64,6 +64,12 @@ def parse_settings(arguments: list[str]) -> Config:
     # None for each of these shows whether the flag is given, or belongs to one start only.
     unset = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))
     given = read(default=dataclasses.replace(saved, **unset))
+    path_of_data = given.data.path
+    if path_of_data and path_of_data == saved.data.path and not is_there(path_of_data):
+        raise SettingError(
+            f"--data.path {path_of_data}: the data of this run is no longer there. If it has "
+            f"moved, resume with --data.path PLACE (the data itself must be the same)"
+        )
     if given.epochs is None and given.total_steps is None:
         given = dataclasses.replace(given, total_steps=saved.total_steps)
     return dataclasses.replace(given, workdir=config.workdir)
@@ -80,12 +86,18 @@ def saved_config(path: Path) -> Config | None:
         return None
     config = build(Config, saved["settings"])
     data_path, relative = config.data.path, saved.get("data_beside_run")
-    if data_path and relative and not glob.glob(os.path.expanduser(data_path)):
+    if data_path and relative and not is_there(data_path):
         moved = os.path.normpath(path / relative)
-        if glob.glob(moved):
+        if is_there(moved):
             data = dataclasses.replace(config.data, path=moved)
             config = dataclasses.replace(config, data=data)
     return config
+
+
+def is_there(place: str) -> bool:
+    """Whether there is a file or a directory with this name, or files that match this pattern."""
+    place = os.path.expanduser(place)
+    return os.path.exists(place) or bool(glob.glob(place))
 
 
 def run(main: Callable[[], int]) -> int:

@@ -46,6 +46,8 @@ def start_logging(quiet: bool) -> None:
     log.propagate = False
     for name in ("absl", "asyncio", "concurrent.futures"):  # Orbax logs errors that it also raises
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    # It warns of each NaN that goes to TensorBoard, of which our own log says more.
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
     sys.unraisablehook = drop_orbax_tracebacks
     screen = logging.StreamHandler(terminal.Screen(sys.stdout))
     screen.setFormatter(logging.Formatter("%(message)s"))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from ..config import Config
+from .logs import counted
 from .settings import SettingError
 
 
@@ -38,7 +39,7 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
     if config.optimizer.warmup_steps > total // 2:
         lines.append(
             f"--optimizer.warmup-steps {config.optimizer.warmup_steps} is shortened to "
-            f"{total // 2}, half of the {total} steps"
+            f"{total // 2}, half of the run's {counted(total, 'step')}"
         )
     if start < total and total // config.log_every == start // config.log_every:
         lines.append(f"--log-every {config.log_every}: the only log line comes at step {total}")
@@ -46,8 +47,8 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
         lines.append("no checkpoint is saved before the end: a run that is killed has none")
     if rows is not None and config.overfit_batches > rows // config.batch_size:
         lines.append(
-            f"--overfit-batches {config.overfit_batches} is more than the "
-            f"{rows // config.batch_size} batches of an epoch, so some rows are in several of them"
+            f"--overfit-batches {config.overfit_batches} is more than an epoch, which has "
+            f"{counted(rows // config.batch_size, 'batch', 'batches')}, so some rows are in several"
         )
     if config.overfit_batches and getattr(config.model, "dropout_rate", 0):
         lines.append(
@@ -63,19 +64,19 @@ def of_evaluation(config: Config, rows: dict[str, int | None]) -> list[str]:
     if every > total:
         lines.append(
             f"the only evaluation is at the last step: --eval-every is {every} (default: one "
-            f"epoch), and the run has {total} steps"
+            f"epoch), and the run has {counted(total, 'step')}"
         )
     needed = every * (config.early_stopping_patience + 1)
     if config.early_stopping_patience and needed > total:
         lines.append(
-            f"--early-stopping-patience {config.early_stopping_patience} has no effect: with an "
-            f"evaluation every {every} steps the run ends earlier, at step {total}"
+            f"--early-stopping-patience {config.early_stopping_patience} has no effect: with "
+            f"--eval-every {every} the run ends earlier, at step {total}"
         )
     validation, test = rows["validation"], rows["test"]
     if validation and test and config.eval_batches * config.batch_size >= max(validation, test):
         lines.append(
-            f"--eval-batches {config.eval_batches} has no effect: it covers all of the "
-            f"{validation} rows of validation and the {test} of the test"
+            f"--eval-batches {config.eval_batches} has no effect: it covers all rows of validation "
+            f"({validation}) and of the test ({test})"
         )
     return lines
 

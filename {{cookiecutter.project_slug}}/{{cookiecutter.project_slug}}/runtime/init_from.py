@@ -9,6 +9,7 @@ import jax
 
 from .checkpoint import Checkpoints, Damaged
 from .digests import leaves_by_name, name_of
+from .logs import counted
 from .settings import SettingError
 from .workdir import find_run
 
@@ -52,8 +53,14 @@ def restore_params(path: Path, params: Any) -> Any:
     matched = len(jax.tree.leaves(params)) - len(unmatched)
     if not matched:
         raise SettingError(f"--init-from {path}: no parameter has the name and shape of this model")
-    log.info("%d parameters come from %s, step %d", matched, workdir, step)
-    for what, names in (("keep their new values", unmatched), ("are left out", list(found))):
-        if names:
-            log.warning("%d parameters %s: %s", len(names), what, ", ".join(names))
+    taken = counted(matched, "parameter comes", "parameters come")
+    log.info("%s from %s, step %d", taken, workdir, step)
+    if unmatched:
+        kept = counted(
+            len(unmatched), "parameter keeps its new value", "parameters keep their new values"
+        )
+        log.warning("%s: %s", kept, ", ".join(unmatched))
+    if found:
+        left = counted(len(found), "parameter is left out", "parameters are left out")
+        log.warning("%s: %s", left, ", ".join(found))
     return chosen

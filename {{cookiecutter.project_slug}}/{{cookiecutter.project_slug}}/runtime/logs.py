@@ -89,6 +89,11 @@ def open_log(workdir: Path) -> None:
             early.flush()
 
 
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """A number of things in words: '1 process' or '2 processes'."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
 def end_logging() -> None:
     """Close train.log, and drop the lines that were kept for it."""
     for handler in list(log.handlers):

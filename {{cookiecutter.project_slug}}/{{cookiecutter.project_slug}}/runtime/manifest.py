@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from ..config import Config, check
+from .logs import counted
 from .settings import SettingError, build, fields_of, flag
 
 log = logging.getLogger(__package__.partition(".")[0])
@@ -76,9 +77,9 @@ def announce(run: Any, step: int, lines: list[str], warnings: list[str]) -> None
     known, found = run.manifest, run.manifest["versions"]
     log.info("%s: %s", run.path, f"resumed at step {step}" if step else "a new run")
     log.info(
-        "%s %s, %d in all; %d process(es); jax %s, flax %s%s; XLA_FLAGS: %s",
+        "%s %s, %d in all; %s; jax %s, flax %s%s; XLA_FLAGS: %s",
         *(jax.local_device_count(), jax.devices()[0].device_kind, known["devices"]),
-        *(known["processes"], found["jax"], found["flax"]),
+        *(counted(known["processes"], "process", "processes"), found["jax"], found["flax"]),
         " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
         known["xla_flags"].strip() or "none",
     )
@@ -91,7 +92,8 @@ def announce(run: Any, step: int, lines: list[str], warnings: list[str]) -> None
 def describe_end(run: Any) -> str:
     """One line: how a run ended, now or earlier, its best step, and how to continue."""
     path, result = run.path, run.result
-    line = f"{path}: {'over, ' if run.is_over else ''}{result['status']} at step {result['step']}"
+    step = result["step"]
+    line = f"{path}: {'over, ' if run.is_over else ''}{result['status']} at step {step}"
     if result.get("reason"):
         line += f": {result['reason']}"
     if result.get("best_step") is not None and result.get("best_metric") is not None:
@@ -209,7 +211,8 @@ def compare(
     if earlier["data"] != manifest["data"]:
         raise SettingError(
             f"the data changed since this run was started: {earlier['data']} -> "
-            f"{manifest['data']}. Restore it, or start a new --workdir with --init-from {path}"
+            f"{manifest['data']}. Restore it, give its new place with --data.path, or start a new "
+            f"--workdir with --init-from {path}"
         )
     edited = differing(earlier.get("code") or manifest["code"], manifest["code"])
     if edited:

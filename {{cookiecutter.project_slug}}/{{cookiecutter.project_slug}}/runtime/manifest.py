@@ -92,10 +92,12 @@ def announce(run: Any, step: int, lines: list[str], warnings: list[str]) -> None
 def describe_end(run: Any) -> str:
     """One line: how a run ended, now or earlier, its best step, and how to continue."""
     path, result = run.path, run.result
-    step = result["step"]
+    step, total = result["step"], run.config.total_steps
     line = f"{path}: {'over, ' if run.is_over else ''}{result['status']} at step {step}"
     if result.get("reason"):
         line += f": {result['reason']}"
+    if run.is_over and total < step:
+        line += f"; the run already has {step} steps, so --total-steps {total} changes nothing"
     if result.get("best_step") is not None and result.get("best_metric") is not None:
         metric = f"{run.manifest['best_by']} {result['best_metric']:.4g}"
         line += f"; best step {result['best_step']}, {metric}"

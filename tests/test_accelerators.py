@@ -66,9 +66,9 @@ def machine(monkeypatch, tmp_path):
 )
 def test_what_is_idle_and_the_command_that_mends_it(machine, files, driver, made_for, extra):
     unused = machine(files, driver=driver, made_for=made_for)
-    assert f"'make setup EXTRAS={extra},dev'" in unused.mend
-    assert (f"EXTRAS := {extra},dev" in unused.mend) == (made_for != extra)
-    assert unused.wanted == (made_for != "cpu")
+    assert f"'make setup EXTRAS={extra},dev'" in unused.remedy
+    assert (f"EXTRAS := {extra},dev" in unused.remedy) == (made_for != extra)
+    assert unused.is_wanted == (made_for != "cpu")
     assert ("TPU" if extra == "tpu" else "NVIDIA GPU") in unused.what
     assert driver is None or driver.partition(".")[0] in unused.what
     assert "this machine has a" in str(unused) and str(unused).count(". ") == 2
@@ -84,12 +84,12 @@ def test_the_driver_of_either_kernel_module(machine, kind):
 
 def test_a_driver_that_is_too_old_for_any_extra(machine):
     unused = machine(GPU, driver="470.82", made_for="cuda12")
-    assert "driver must be updated to 525" in unused.mend and "make setup" not in unused.mend
+    assert "Update its driver to 525" in unused.remedy and "make setup" not in unused.remedy
 
 
 def test_amd_and_several_and_wsl(machine):
     amd = machine({"dev/kfd": "", "dev/dri/renderD128": ""})
-    assert "AMD GPU" in amd.what and "ROCm" in amd.mend and not amd.wanted
+    assert "AMD GPU" in amd.what and "ROCm" in amd.remedy and not amd.is_wanted
     wsl = machine({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""})
     assert "an NVIDIA GPU" in wsl.what
     assert "2 NVIDIA GPUs" in machine({"dev/nvidia0": "", "dev/nvidia1": ""}).what
@@ -134,12 +134,12 @@ def test_the_setting_of_the_run_counts_more_than_the_variable(machine):
         ("jax_cuda13_plugin", "550.54", ["needs driver 580", "make setup EXTRAS=cuda12,dev"]),
         ("jax_cuda13_plugin", "580.54", ["JAX_PLATFORMS=cuda in front"]),
         ("jax_cuda12_plugin", "595.54", ["JAX_PLATFORMS=cuda in front"]),
-        ("jax_cuda12_plugin", "470.54", ["driver must be updated to 525"]),
+        ("jax_cuda12_plugin", "470.54", ["Update its driver to 525"]),
     ],
 )
 def test_a_plugin_that_did_not_help(machine, plugin, driver, words):
     unused = machine(GPU, plugins=[plugin], backend="cpu", driver=driver, made_for="cuda13")
-    assert all(word in str(unused) for word in [plugin, *words]) and unused.wanted
+    assert all(word in str(unused) for word in [plugin, *words]) and unused.is_wanted
     assert machine(GPU, plugins=[plugin], backend="gpu") is None
     assert machine({"dev/null": ""}, plugins=[], backend="cpu") is None
     assert machine(GPU, plugins=[plugin], backend="cpu", platform="cpu") is None
@@ -180,8 +180,8 @@ def test_the_commands_that_it_prints_install_the_extra(machine, tmp_path, driver
     (bin_ / "uv").write_text(UV)
     (bin_ / "uv").chmod(0o755)
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "NOTES": str(notes)}
-    mend = machine(GPU, driver=driver).mend
-    command, line = re.search(r"'(make setup [^']*)'.*'(EXTRAS := [^']*)'", mend).groups()
+    remedy = machine(GPU, driver=driver).remedy
+    command, line = re.search(r"'(make setup [^']*)'.*'(EXTRAS := [^']*)'", remedy).groups()
     extra = "cuda13" if driver == "580.1" else "cuda12"
     assert bake.run(["make", "setup"], cwd=project, env=env).returncode == 0
     assert bake.run(command.split(), cwd=project, env=env).returncode == 0

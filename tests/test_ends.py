@@ -274,7 +274,7 @@ def lose_rights_before(get, step):
 
 
 def hurry(get, _):
-    get("runtime.watchdog").SLACK = 1.5
+    get("runtime.watchdog").PATIENCE = 1.5
 
 
 def hang(*_):
@@ -326,7 +326,7 @@ def test_a_pause_of_the_machine_is_no_stall(monkeypatch):
     for seconds, stalls in (([0.5] * 15, 0), ([0.5, 3600, 0.5] * 3, 0), ([0.5] * 30, 1)):
         ended.clear()
         dog._closed = Closed(seconds)
-        dog._look()
+        dog._watch()
         assert len(ended) == stalls
 
 

@@ -210,7 +210,7 @@ def test_every_variable_that_the_project_sets_has_a_check_of_its_value(rules):
 def test_a_misspelt_name_is_named(check, name, meant):
     result = check(**{name: "1"})
     assert result.returncode == 2
-    assert result.stderr == f"error: {name} is read by nothing: is {meant} meant?\n"
+    assert result.stderr == f"error: no program reads {name}: did you mean {meant}?\n"
 
 
 def test_other_variables_are_left_alone(check):

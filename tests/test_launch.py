@@ -292,7 +292,7 @@ def test_an_environment_that_setup_would_mend_is_mentioned(launcher):
     result = launcher.run("local", 1)
     assert result.returncode == 0
     assert result.stderr == (
-        "setup: .venv: nothing says that all was installed: 'make setup' mends it\n"
+        "setup: .venv: it has no stamp of a complete installation: 'make setup' repairs it\n"
     )
 
 
@@ -310,7 +310,7 @@ def test_what_other_environments_left_behind_does_not_reach_the_run(launcher):
     assert result.returncode == 0, result.stderr
     assert launcher.seen()["foreign"] == []
     assert result.stderr == (
-        "launch.sh: PYTHONPATH=/nowhere is not used: .venv has all that runs here\n"
+        "launch.sh: PYTHONPATH=/nowhere is ignored: only the packages in .venv are used\n"
     )
 
 

@@ -101,7 +101,7 @@ def test_a_new_run_can_start_from_the_latest_one(server, tmp_path):
 def test_resuming_goes_on_with_the_newest_run_that_has_a_checkpoint(server, tmp_path):
     resume = ["--workdir", "runs/latest"]
     for function in (train, evaluate):
-        one_message(server.start(function, *resume, cwd=tmp_path).ends_with(2), "no run to go on")
+        one_message(server.start(function, *resume, cwd=tmp_path).ends_with(2), "no run to use")
     assert not list(tmp_path.iterdir())
     words = flags(server, IMAGES, checkpoint_every=0, eval_every=0)
     server.start(train, *words, "--stop-after-step", "3", cwd=tmp_path).ends_with(75)
@@ -110,10 +110,10 @@ def test_resuming_goes_on_with_the_newest_run_that_has_a_checkpoint(server, tmp_
     assert run.wait() == -9
     assert place_of(tmp_path) != first and not steps_in(place_of(tmp_path))
     text = server.start(train, *resume, cwd=tmp_path).ends_with(0)
-    assert f"the newest that has one is {first}" in text and "resumed at step 3" in text
+    assert f"using {first}, the newest run" in text and "resumed at step 3" in text
     shutil.rmtree(place_of(tmp_path))  # the link leads nowhere now
     text = server.start(evaluate, *resume, cwd=tmp_path).ends_with(0)
-    assert f"the newest that has one is {first}" in text and "accuracy" in text
+    assert f"using {first}, the newest run" in text and "accuracy" in text
 
 
 def test_a_link_that_copying_made_a_directory_stops_no_run(server, tmp_path):
@@ -123,7 +123,7 @@ def test_a_link_that_copying_made_a_directory_stops_no_run(server, tmp_path):
     there = tmp_path / "there"
     assert not (there / "runs" / "latest").is_symlink()
     text = server.start(train, *words, "--seed", "1", cwd=there).ends_with(0)
-    assert "latest does not lead to this run" in text
+    assert "latest could not be made a link" in text
     (newest,) = [run for run in (there / "runs").iterdir() if seed_of(run) == 1]
     resume = ["--workdir", "runs/latest", "--total-steps", "6"]
     assert str(newest) in server.start(train, *resume, cwd=there).ends_with(0)
@@ -184,7 +184,7 @@ def test_an_owner_on_another_host_is_known_by_its_signs_of_life(server, tmp_path
 
 
 def be_impatient(get, seconds):
-    get("runtime.owner").SILENCE = float(seconds)
+    get("runtime.owner").DEAD_AFTER = float(seconds)
 
 
 def test_one_process_cannot_run_twice_in_one_directory(server, tmp_path):

@@ -57,7 +57,7 @@ def test_the_first_line_comes_before_the_long_imports(server):
 UNUSED = f"""
 import {IMAGES}.runtime.accelerators as accelerators
 accelerators.unused_accelerator = lambda platform: platform != "cpu" and accelerators.Unused(
-    "a GPU", "JAX does not see it", "Do this.", wanted=True
+    "a GPU", "JAX does not see it", "Do this.", is_wanted=True
 )
 sys.modules['jax'] = None
 """
@@ -104,7 +104,7 @@ ADVICE = [
     ({"precision": "float16", "max_skipped_steps": 3}, "float16 may skip 16 updates"),
     ({"ema_decay": 0.999}, "rises to 0.591 only"),
     ({"deterministic": True}, "--deterministic has no effect on a CPU"),
-    ({"debug_nans": True}, "no update is skipped"),
+    ({"debug_nans": True}, "instead of skipping the update"),
     ({"eval_batches": 1000}, "--eval-batches 1000 has no effect"),
     ({"optimizer.name": "sgd", "optimizer.learning_rate": 0.003}, "is low for sgd"),
     ({"accumulation_steps": 4}, "batch normalisation sees 4 rows"),
@@ -181,7 +181,7 @@ def test_every_wait_says_what_it_is_for(server, tmp_path):
 def say_waits_at_once(get, _):
     """And let the data, which is there in a moment, wait for its line."""
     watchdog, data, said = get("runtime.watchdog"), get("data"), threading.Event()
-    watchdog.SOON, watchdog.TICK = 0.0, 0.001
+    watchdog.LONG_WAIT, watchdog.TICK = 0.0, 0.001
     load = data.load
 
     def hear(record):
@@ -245,7 +245,7 @@ def test_long_passes_show_how_far_they_are(server, tmp_path):
 
 
 def say_more_often(get, _):
-    get("runtime.terminal").AGAIN = 0
+    get("runtime.terminal").LINE_INTERVAL = 0
 
 
 def test_a_poor_terminal_shows_what_it_can(server, tmp_path):

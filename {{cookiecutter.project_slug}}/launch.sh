@@ -7,19 +7,19 @@
 #   bash launch.sh kubernetes [flags]          in every pod: see launch/jobset.yaml
 #   TPU_NAME=... ZONE=... bash launch.sh tpu [flags]    from your machine, on all TPU hosts
 #
-# It works out who is who and tells mesh.py through these variables, and only these: what a
-# scheduler or an earlier job left in the environment must not decide whether processes join.
+# It works out the rank of each process and tells runtime/processes.py through these variables
+# only: what a scheduler or an earlier job left in the environment must not make processes join.
 #
-#   TRAIN_COORDINATOR        host:port of process 0, where all meet
+#   TRAIN_COORDINATOR        host:port at which process 0 waits for the others
 #   TRAIN_NUM_PROCESSES      how many processes there are
 #   TRAIN_PROCESS_ID         which one this is, from 0
 #   TRAIN_LOCAL_DEVICE_IDS   which GPUs of its host are its own (unset: all of them)
 #   TRAIN_DISTRIBUTED=auto   in place of the four above on a TPU, where JAX finds out itself
 #
-# Two more are yours to set: TRAIN_PORT, a port for the coordinator (two launches inside one
-# Slurm job need it), and TRAIN_COORDINATOR_TIMEOUT, how long all wait for each other in seconds.
+# You may set two more: TRAIN_PORT, a port for the coordinator (two launches inside one Slurm job
+# need two ports), and TRAIN_COORDINATOR_TIMEOUT, how many seconds the processes wait to join.
 #
-# Kept to bash 3.2, so that it runs on macOS too.
+# Uses nothing newer than bash 3.2, so that it runs on macOS too.
 set -u
 
 say() { printf 'launch.sh: %s\n' "$*" >&2; }
@@ -40,11 +40,11 @@ done
 [ -f "$package/train.py" ] || usage "no directory with a train.py in $PWD"
 
 python=$PWD/.venv/bin/python
-if [ -e .venv ] || [ -L .venv ]; then # another Python in its place would run what nobody proved
+if [ -e .venv ] || [ -L .venv ]; then # never another Python, with packages that were not tested
   "$python" -I -S -c '' 2>/dev/null || usage ".venv has no Python that starts: run 'make setup'"
-  # What another Python environment left behind, as in the Makefile.
+  # Remove the variables of another Python environment, as in the Makefile.
   for name in PYTHONPATH PYTHONHOME; do
-    [ -z "${!name:-}" ] || say "$name=${!name} is not used: .venv has all that runs here"
+    [ -z "${!name:-}" ] || say "$name=${!name} is ignored: only the packages in .venv are used"
   done
   unset VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONWARNINGS \
     PYTHONOPTIMIZE PYTHONINSPECT PYTHONSAFEPATH __PYVENV_LAUNCHER__ \
@@ -57,7 +57,7 @@ else # a container has one environment and no .venv
 fi
 
 [ -f xla_flags.env ] ||
-  usage "xla_flags.env is not in $PWD: 'git checkout xla_flags.env' brings it back"
+  usage "xla_flags.env is not in $PWD: 'git checkout xla_flags.env' restores it"
 accelerator=''
 # shellcheck disable=SC1091
 . ./xla_flags.env
@@ -68,15 +68,16 @@ esac
 
 # --- Shared by all modes --------------------------------------------------------------------
 
-# join COORDINATOR COUNT RANK GPUS: sets what mesh.py reads. One process joins nobody.
+# join COORDINATOR COUNT RANK GPUS: sets what runtime/processes.py reads: nothing for one process.
 join() {
-  case $2$3 in *[!0-9]*) usage "process '$3' of '$2': not numbers" ;; esac
+  case $2$3 in *[!0-9]*) usage "process '$3' of '$2': must be numbers" ;; esac
   unset TRAIN_COORDINATOR TRAIN_NUM_PROCESSES TRAIN_PROCESS_ID TRAIN_LOCAL_DEVICE_IDS
   unset TRAIN_DISTRIBUTED
   [ "$2" -gt 1 ] || return 0
   export TRAIN_COORDINATOR=$1 TRAIN_NUM_PROCESSES=$2 TRAIN_PROCESS_ID=$3
   [ -z "$4" ] || export TRAIN_LOCAL_DEVICE_IDS=$4
-  # A proxy would be asked for this connection as well. (Without one, no variable: JAX warns.)
+  # The connection to the coordinator must not go through a proxy. (Without a proxy leave the
+  # variables unset: JAX warns about them.)
   if env | grep -qi '^[a-z]*_proxy=.'; then
     export no_proxy="${1%:*}${no_proxy:+,$no_proxy}" NO_PROXY="${1%:*}${NO_PROXY:+,$NO_PROXY}"
   fi
@@ -88,12 +89,13 @@ train() { exec "$python" -u -m "$package.train" "$@"; }
 gpus() {
   case $accelerator in cpu | tpu) return ;; esac
   [ "$2" -gt 1 ] || return 0 # alone on its host: all of them
-  # JAX counts within CUDA_VISIBLE_DEVICES. A single entry means that the scheduler has given
-  # each process a GPU of its own, and each calls it 0.
+  # JAX counts the GPUs in CUDA_VISIBLE_DEVICES. A single entry means that the scheduler has given
+  # each process one GPU, which then has the number 0.
   case ${CUDA_VISIBLE_DEVICES:-,} in *,*) echo "$1" ;; *) echo 0 ;; esac
 }
 
-# A port that all processes can derive from something they share, below the ephemeral ones.
+# port_from TEXT: a port that all processes derive from a text that they share. It is below the
+# ephemeral ports, which the system gives to other programs.
 port_from() {
   local sum
   sum=$(printf '%s' "$1" | cksum)
@@ -102,8 +104,8 @@ port_from() {
 
 # --- local: starts the processes here and looks after them ----------------------------------
 
-# Says what is not as `make setup` left it. The run goes on: setup may not be possible here.
-look_at_environment() {
+# Prints what is wrong with .venv, and goes on: `make setup` may not be possible on this machine.
+check_environment() {
   [ ! -e .venv ] || [ ! -f setup.sh ] || sh setup.sh --check
 }
 
@@ -113,7 +115,7 @@ run_local() {
     '' | 0* | *[!0-9]*) usage "local: N must be a positive number, not '$count'" ;;
   esac
   shift
-  look_at_environment
+  check_environment
   [ "$count" -gt 1 ] || { join '' 1 0 ''; train "$@"; }
 
   port=${TRAIN_PORT:-$("$python" -c '
@@ -125,11 +127,12 @@ print(s.getsockname()[1])')} || exit 1
   logs=$(mktemp -d "runs/launch-$(date +%Y%m%d-%H%M%S)-XXXXXX" 2>/dev/null) ||
     logs=$(mktemp -d "${TMPDIR:-/tmp}/launch-XXXXXX") ||
     { say "neither runs/ here nor ${TMPDIR:-/tmp} can be written: set TMPDIR"; exit 1; }
-  say "$count processes meet at port $port; the output of all but process 0 is in $logs"
+  say "$count processes join at port $port; the output of all but process 0 is in $logs"
 
-  # Signals are only noted here and passed on below, so that none falls between two starts.
+  # The traps only note a signal; supervise passes it on. So no process misses one that comes
+  # before it is started.
   request='' interrupts=0 pids=()
-  # (One that was ignored when this script was started, as nohup does with HUP, stays ignored.)
+  # (A signal that is ignored when this script starts, such as HUP under nohup, stays ignored.)
   trap 'request=TERM' TERM
   for name in HUP USR1 USR2 XCPU; do
     # shellcheck disable=SC2064
@@ -138,8 +141,8 @@ print(s.getsockname()[1])')} || exit 1
   trap 'request=TERM interrupts=$((interrupts + 1))' INT
   trap 'for rank in "${!pids[@]}"; do kill_group "${pids[rank]}"; done' EXIT
 
-  # Job control gives each process a group of its own. Ctrl-C then reaches this script alone:
-  # a process that got it from the terminal and from here would take it as "give up".
+  # Job control puts each process into a process group of its own, so Ctrl-C reaches this script
+  # only. A process that got SIGINT from the terminal as well would count two and end at once.
   set -m
   for ((rank = 0; rank < count; rank++)); do
     case $accelerator in cpu | tpu) ;; *) ids=$rank ;; esac
@@ -154,10 +157,10 @@ print(s.getsockname()[1])')} || exit 1
   supervise
 }
 
-kill_group() { kill -KILL -- "-$1" 2>/dev/null; } # a process and the workers it started
+kill_group() { kill -KILL -- "-$1" 2>/dev/null; } # kills a process and its children
 
-# Waits for all processes, passes signals on, and ends the rest when one has failed. Exits with
-# the code of the first that failed, or 75 when they have stopped on request.
+# Waits for all processes, passes signals on to them, and ends the others when one has failed.
+# Exits with the code of the first process that failed, or with 75 after a stop on request.
 supervise() {
   local rank status running news first='' code=0 passed='' deadline=''
   while :; do
@@ -172,8 +175,8 @@ supervise() {
       kill_group "${pids[rank]}"
       unset "pids[rank]"
       [ "$status" -ne 0 ] || continue
-      # 75 is no failure. 134, or an exception at the same moment, is how a process ends when
-      # another one died: prefer that other one.
+      # 75 is not a failure. A process ends with 134, or with an exception at the same moment,
+      # because another one died: report that other process.
       if [ -z "$first" ] || [ "$code" -eq 75 ] || { [ "$code" -eq 134 ] && [ "$status" -ne 75 ]; } ||
         { [ -n "$news" ] && [ "$code" -eq 1 ] && [ "$status" -gt 128 ] && [ "$status" -ne 134 ]; }; then
         first=$rank code=$status news=yes
@@ -192,18 +195,18 @@ supervise() {
     elif [ -n "$request" ]; then
       passed=$request request=''
       kill -s "$passed" "${pids[@]}" 2>/dev/null
-      say "passed SIG$passed on: the run saves and stops (Ctrl-C again gives up at once)"
+      say "passed SIG$passed on: the run saves and stops (Ctrl-C again: at once, without saving)"
     fi
     if [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ]; then
-      say "still there long after process $first ended, killed: process ${!pids[*]}"
+      say "killed, because still running long after process $first ended: process ${!pids[*]}"
       for rank in "${!pids[@]}"; do kill_group "${pids[rank]}"; done
       deadline=''
     fi
-    { sleep 0.2; } 2>/dev/null # where bash itself would report killed processes
+    { sleep 0.2; } 2>/dev/null # during this command bash prints messages about killed processes
   done
 
-  # The signal may have met a process in its first instants, before Python could handle it: 128
-  # and HUP, INT, USR1, USR2, TERM, XCPU by Linux's numbers, and USR1 and USR2 by those of macOS.
+  # The signal may have killed a process before Python installed its handlers. Its exit code is then
+  # 128 plus the number of HUP, INT, USR1, USR2, TERM or XCPU on Linux, or of USR1, USR2 on macOS.
   case ${passed:+$code} in 129 | 130 | 138 | 140 | 143 | 152 | 158 | 159) code=75 ;; esac
   if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
     say "process $first failed with exit code $code"
@@ -220,15 +223,15 @@ supervise() {
 run_slurm() {
   [ -n "${SLURM_JOB_NODELIST:-}" ] ||
     usage 'slurm: not inside an allocation. Submit with: sbatch launch/slurm.sbatch [flags]'
-  local host # Slurm expands its own lists: JAX's parser gets node[1-2]-ib wrong
+  local host # Slurm itself must expand the list: JAX's parser gets node[1-2]-ib wrong
   host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   [ -n "$host" ] || {
     say "scontrol cannot expand SLURM_JOB_NODELIST='$SLURM_JOB_NODELIST': is this node in the job?"
     exit 1
   }
-  # --kill-on-bad-exit=0: the first process to leave with 75 must not take down those that
-  # still save. --wait=30 ends the rest 30 s later. srun does not inherit --cpus-per-task.
-  look_at_environment
+  # --kill-on-bad-exit=0: srun must not kill processes that still save when the first one exits
+  # with 75. --wait=30 ends the others 30 s later. srun does not inherit --cpus-per-task.
+  check_environment
   exec srun --kill-on-bad-exit=0 --wait=30 \
     ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} \
     bash "$PWD/launch.sh" slurm-rank "$host:$(port_from "$SLURM_JOB_ID")" "$@"
@@ -243,11 +246,11 @@ run_slurm_rank() { # what srun starts, once per process
 
 # --- mpi ------------------------------------------------------------------------------------
 
-# Up to two processes get one core each from Open MPI, however many there are: on a CPU, and for
-# data workers, start it with --bind-to none. To stop with a checkpoint, send SIGUSR1 to mpirun,
-# which passes it on: at a SIGTERM it kills the processes one second later.
+# Open MPI binds each process to one core if there are up to two: on a CPU, and with data workers,
+# start it with --bind-to none. To stop with a checkpoint, send SIGUSR1 to mpirun, which passes it
+# on. After a SIGTERM it would kill the processes one second later.
 run_mpi() {
-  # Open MPI's names, else those of MPICH and Intel MPI.
+  # The variables of Open MPI, or else those of MPICH and Intel MPI.
   local rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}
   local size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-}}
   local local_rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-0}}
@@ -256,7 +259,7 @@ run_mpi() {
   [ -n "${rank:+$size}" ] ||
     usage 'mpi: no rank in the environment. Start with: mpirun -n N bash launch.sh mpi [flags]'
   if [ -z "$coordinator" ] && [ "$local_size" -eq "$size" ]; then
-    # All on one host. Open MPI names the job; elsewhere the ranks have one parent.
+    # All ranks are on one host. They share Open MPI's name of the job, or else a parent process.
     coordinator=127.0.0.1:$(port_from "${PMIX_NAMESPACE:-$PPID}")
   fi
   [ -n "$coordinator" ] ||
@@ -269,12 +272,12 @@ run_mpi() {
 # --- kubernetes -----------------------------------------------------------------------------
 
 run_kubernetes() {
-  [ "$accelerator" != tpu ] || run_tpu_rank "$@" # GKE tells JAX all that it needs
+  [ "$accelerator" != tpu ] || run_tpu_rank "$@" # GKE sets what JAX needs to join
   local name
   for name in JOB_COMPLETION_INDEX TRAIN_NUM_PROCESSES TRAIN_COORDINATOR; do
-    [ -n "${!name:-}" ] || usage "kubernetes: $name is not set, see launch/jobset.yaml"
+    [ -n "${!name:-}" ] || usage "kubernetes: $name is not set: see launch/jobset.yaml"
   done
-  # A pod sees no GPUs but its own. train replaces this shell, so that SIGTERM reaches Python.
+  # A pod sees its own GPUs only. train() replaces this shell, so that SIGTERM reaches Python.
   join "$TRAIN_COORDINATOR" "$TRAIN_NUM_PROCESSES" "$JOB_COMPLETION_INDEX" ''
   train "$@"
 }
@@ -283,7 +286,8 @@ run_kubernetes() {
 
 # Copies the sources to every host of a Cloud TPU VM and starts one process on each. --workdir
 # must be on a file system that all hosts share, since all of them write the checkpoints. Ctrl-C
-# ends the connection, not the run: for that, send "pkill -TERM -f PACKAGE.train" the same way.
+# ends the connection, not the run: to stop the run, send "pkill -TERM -f PACKAGE.train" to all
+# hosts with the same gcloud command.
 # Google offers TPU7x and later through GKE only: use launch/jobset.yaml there.
 run_tpu() {
   if [ -z "${TPU_NAME:-}" ] || [ -z "${ZONE:-}" ]; then
@@ -295,7 +299,7 @@ run_tpu() {
   trap 'rm -f "$archive"' EXIT
   tar -czf "$archive" --exclude=./.venv --exclude=./runs --exclude=./.git . || exit
   gcloud compute tpus tpu-vm scp "$archive" "$TPU_NAME:$package.tgz" "${where[@]}" || exit
-  # A shell over there reads the command: %q keeps the spaces and quotes in flags.
+  # A shell on the other host parses the command: %q keeps the spaces and quotes in flags.
   command="mkdir -p $package && tar -xzf $package.tgz -C $package && cd $package && make setup"
   command="$command && bash launch.sh tpu-rank$([ $# -eq 0 ] || printf ' %q' "$@")"
   gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${where[@]}" --command="$command"

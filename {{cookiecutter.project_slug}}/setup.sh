@@ -1,11 +1,11 @@
 #!/bin/sh
-# Makes .venv what pyproject.toml, or uv.lock, asks for, and mends it where it is not:
+# Creates or repairs .venv, so that it has what pyproject.toml, or uv.lock, asks for:
 #
-#   sh setup.sh cuda13,dev    what `make setup` does; at once when all is as it was left
-#   sh setup.sh --check       only says what is wrong with .venv; exit code 1 then
+#   sh setup.sh cuda13,dev    what `make setup` does; exits at once if nothing has changed
+#   sh setup.sh --check       only prints what is wrong with .venv, with exit code 1 if something is
 #
-# .venv/.setup is the stamp: which extras are there, from which files, for which Python and in which
-# place, and what they brought. It is written last, so that it is there only when it is true.
+# .venv/.setup is the stamp of a complete installation: the extras, a checksum of the files that
+# asked for them, the Python, the place of the project, and the packages. It is written last.
 set -u
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -15,16 +15,17 @@ cd -- "$(dirname -- "$0")" || exit 1
 here=$(pwd -P)
 python=.venv/bin/python
 stamp=.venv/.setup
-busy=.venv/.setup.new # there while packages are installed: a half of one must not pass for a whole
+busy=.venv/.setup.new # exists while packages are installed, and after an interrupted installation
 accelerators=cuda12,cuda13,tpu
 
 has() { case ,$1, in *,"$2",*) ;; *) return 1 ;; esac }
 sum_of_files() { cat pyproject.toml uv.lock 2>/dev/null | cksum; }
 
-# --- What is there ----------------------------------------------------------------------------
+# --- What .venv has ---------------------------------------------------------------------------
 
-# inspect WANTED: sets `broken` to why .venv must be made again, or else `stale` to why something
-# must be installed, `extras` to all that it shall have, and `now` and `site` to its Python.
+# inspect WANTED: sets `broken` to the reason why .venv must be made again, or else `stale` to the
+# reason why packages must be installed; `extras` to all extras that it should have (WANTED and
+# those installed earlier); `now` and `site` to its Python version and its packages.
 inspect() {
   broken='' stale='' lost=''
   made=$(sed -n 's/^extras //p' "$stamp" 2>/dev/null)
@@ -44,7 +45,7 @@ inspect() {
 
 inspect_python() {
   if [ ! -e .venv ] && [ ! -L .venv ]; then
-    broken='there is none'
+    broken='it does not exist'
     return
   fi
   now=$("$python" -I -S -c '
@@ -61,9 +62,9 @@ sys.exit(sys.version_info < (3, 11))' 2>/dev/null)
   if [ -n "$broken" ]; then
     :
   elif [ ! -f .venv/pyvenv.cfg ] && [ ! -d .venv/conda-meta ]; then
-    broken='it has no pyvenv.cfg, so that its Python is that of the system'
+    broken='it has no pyvenv.cfg, so its Python is that of the system'
   elif [ ! -d "$site" ]; then
-    broken="its packages are for another Python than ${now% *}"
+    broken="its packages are not for its Python, ${now% *}"
   fi
 }
 
@@ -72,22 +73,22 @@ inspect_packages() {
     has "$made" "$extra" || stale="'$extra' is not installed"
   done
   if [ -z "$made" ]; then
-    stale='nothing says that all was installed'
+    stale='it has no stamp of a complete installation'
   else
     while read -r key value; do
       case $key in
         files) [ "$value" = "$(sum_of_files)" ] || stale='pyproject.toml or uv.lock has changed' ;;
-        python) [ "$value" = "$now" ] || broken="it was made for Python $value, and has $now" ;;
+        python) [ "$value" = "$now" ] || broken="it was made for Python $value, but has $now" ;;
         place) [ "$value" = "$here" ] || broken="it was made in $value" ;;
         entry) [ -e "$site/$value" ] || lost=$value ;;
       esac
     done <"$stamp"
   fi
-  [ -z "$lost" ] || stale="$lost is gone from it"
-  # Two of them in one environment would both claim to be the accelerator.
+  [ -z "$lost" ] || stale="$lost is missing in it"
+  # JAX must not find the plug-ins of two accelerators in one environment.
   [ -z "$other" ] || broken="it is for $other"
   [ ! -f "$busy" ] || broken='an installation was interrupted'
-  # A link, or what conda made, is not ours to make again: all is installed into it once more.
+  # A link, or an environment of conda, is not ours to delete: reinstall all packages into it.
   if [ -n "$broken" ] && ! is_ours; then stale=$broken lost=all broken=''; fi
 }
 
@@ -101,20 +102,20 @@ has_pip() {
     { "$python" -m ensurepip --default-pip && "$python" -m pip --version; } >/dev/null 2>&1
 }
 
-# Whether .venv is an environment of this directory, which can be made again at any time.
+# Whether .venv is an environment that this project made, so that it may be deleted.
 is_ours() {
   [ -d .venv ] && [ ! -L .venv ] && [ ! -d .venv/conda-meta ] || return 1
   [ -f .venv/pyvenv.cfg ] || [ -f .venv/bin/activate ] || [ -z "$(find .venv -type f)" ]
 }
 
-# --- What is done -----------------------------------------------------------------------------
+# --- What setup does --------------------------------------------------------------------------
 
-# Makes .venv anew. What was there comes back when that fails: it may have been good enough.
+# Makes a new .venv. If that fails, the old one is put back: it may still be usable.
 make_again() {
   if [ -e .venv ] || [ -L .venv ]; then
-    is_ours || fail ".venv: $broken. It is not one that this project made: move it away, and" \
-      "'make setup' makes one"
-    say ".venv: $broken: it is made again"
+    is_ours || fail ".venv: $broken. This project did not make it: move it away, then run" \
+      "'make setup' again"
+    say ".venv: $broken: making a new one"
     rm -rf .venv.old
     mv .venv .venv.old || exit 1
   fi
@@ -136,7 +137,7 @@ put_back() {
   exit "$status"
 }
 
-# Sets `base` to a Python that is new enough and can make environments.
+# Sets `base` to a Python that is new enough and has venv and ensurepip.
 find_python() {
   found='' incomplete=''
   for base in ${UV_PYTHON:+"$UV_PYTHON" "python$UV_PYTHON"} \
@@ -157,12 +158,12 @@ find_python() {
 
 needs_venv_package() {
   case $1 in python3.*) package=${1##*/}-venv ;; *) package=python3-venv ;; esac
-  [ -d .venv.old ] || rm -rf .venv # only half of it is there
-  fail "$1 makes no environment, because its ensurepip does not work: on Debian and Ubuntu" \
-    "'apt install $package', then 'make setup' again; or install uv"
+  [ -d .venv.old ] || rm -rf .venv # incomplete
+  fail "$1 cannot make an environment, because its ensurepip does not work: on Debian and Ubuntu" \
+    "run 'apt install $package', then 'make setup' again; or install uv"
 }
 
-# install [ARGUMENTS]: by uv or pip, into .venv.
+# install [ARGUMENTS]: runs uv or pip, for .venv.
 install() {
   if command -v uv >/dev/null; then
     uv pip install --python "$python" "$@"
@@ -172,10 +173,10 @@ install() {
   fi
 }
 
-# install_all [--reinstall]: the versions of uv.lock where there is one, then the project itself.
+# install_all [--reinstall]: the versions of uv.lock, if it exists, then the project itself.
 install_all() {
   if [ -f uv.lock ]; then
-    # uv would lock a workspace that this directory happens to lie in: it is shown a copy elsewhere.
+    # Runs uv on a copy elsewhere. In this directory it would also lock a uv workspace of a parent.
     copy=$(mktemp -d) && cp pyproject.toml uv.lock "$copy" || return
     flags=$(echo "$extras" | sed 's/,/ --extra /g; s/^/--extra /')
     # shellcheck disable=SC2086
@@ -201,22 +202,23 @@ write_stamp() {
 # --- The two commands -------------------------------------------------------------------------
 
 [ -f pyproject.toml ] ||
-  fail "pyproject.toml is not here: 'git checkout pyproject.toml' brings it back"
+  fail "pyproject.toml is missing: 'git checkout pyproject.toml' restores it"
 if [ "${1-}" = --check ]; then
   inspect ''
-  [ -z "$broken$stale" ] || fail ".venv: ${broken:-$stale}: 'make setup' mends it"
+  [ -z "$broken$stale" ] || fail ".venv: ${broken:-$stale}: 'make setup' repairs it"
   exit 0
 fi
 
 wanted=$(echo "$*" | tr -s ' ,' ',,' | sed 's/^,//; s/,$//')
 for extra in $(echo "$wanted" | tr , ' '); do
-  grep -Eq "^\"?$extra\"? *= *\[" pyproject.toml || fail "'$extra' is no extra of pyproject.toml"
+  grep -Eq "^\"?$extra\"? *= *\[" pyproject.toml ||
+    fail "'$extra' is not an extra of pyproject.toml"
 done
 inspect "$wanted"
 [ -n "$broken$stale" ] || exit 0
 if ! command -v uv >/dev/null; then
   [ ! -f uv.lock ] ||
-    fail 'only uv can read uv.lock, and uv is not on PATH: install uv, or remove uv.lock'
+    fail 'only uv can read uv.lock, and uv is not on PATH: install uv, or delete uv.lock'
   [ -n "$broken" ] || has_pip || broken='it has no pip, and uv is not on PATH'
 fi
 
@@ -234,7 +236,7 @@ rm -f "$stamp"
 install_all && { [ -z "$reinstall" ] || [ -e "$site/$reinstall" ] || install_all --reinstall; }
 status=$?
 if [ "$status" -ne 0 ]; then
-  [ "$status" -gt 128 ] || rm -f "$busy" # it ended by itself, so nothing is half there
+  [ "$status" -gt 128 ] || rm -f "$busy" # no signal ended it, so no package is half installed
   fail 'the packages were not installed, for the reason above'
 fi
 write_stamp || fail "$stamp cannot be written"

@@ -1,4 +1,4 @@
-"""What a user should know before a run: settings that do not do together what one may expect."""
+"""Warnings before a run starts: settings that together do not do what one would expect."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 import jax
 
 from ..config import Config, OptimizerConfig
+from .logs import counted
 from .settings import SettingError
 
 
 def check(config: Config, start: int, rows: dict[str, int | None], params: Any) -> list[str]:
-    """A line for each combination of settings in which one of them has little or no effect.
+    """A line for each setting that has little or no effect beside the others.
 
-    `start` is the step that the run goes on from, and `rows` those of each split, None where they
-    are not known. Raises SettingError for what cannot be meant.
+    `start` is the step from which the run continues. `rows` is the number of rows of each split,
+    None where it is not known. Raises SettingError for --profile-steps after the end of the run.
     """
     return [
         *of_length(config, start, rows["train"]),
@@ -23,7 +24,7 @@ def check(config: Config, start: int, rows: dict[str, int | None], params: Any) 
 
 
 def of_length(config: Config, start: int, rows: int | None) -> list[str]:
-    """Settings that count steps, against the length of the run."""
+    """Settings that count steps or batches, compared with the length of the run."""
     lines, total = [], config.total_steps
     first, last = config.profile_range or (0, 1)
     if first >= total:
@@ -39,7 +40,7 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
     if config.optimizer.warmup_steps > total // 2:
         lines.append(
             f"--optimizer.warmup-steps {config.optimizer.warmup_steps} is shortened to "
-            f"{total // 2}, half of the {total} steps"
+            f"{total // 2}, half of the run's {counted(total, 'step')}"
         )
     if start < total and total // config.log_every == start // config.log_every:
         lines.append(f"--log-every {config.log_every}: the only log line comes at step {total}")
@@ -47,42 +48,42 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
         lines.append("no checkpoint is saved before the end: a run that is killed has none")
     if rows is not None and config.overfit_batches > rows // config.batch_size:
         lines.append(
-            f"--overfit-batches {config.overfit_batches}: is more than the "
-            f"{rows // config.batch_size} "
-            f"batches of an epoch, so rows of these come more than once"
+            f"--overfit-batches {config.overfit_batches} is more than an epoch, which has "
+            f"{counted(rows // config.batch_size, 'batch', 'batches')}, so some rows are in several"
         )
     if config.overfit_batches and getattr(config.model, "dropout_rate", 0):
         lines.append(
             f"--model.dropout-rate {config.model.dropout_rate} keeps the loss of "
-            f"--overfit-batches from falling to 0: try it without"
+            f"--overfit-batches from falling to 0: set it to 0"
         )
     return lines
 
 
 def of_evaluation(config: Config, rows: dict[str, int | None]) -> list[str]:
+    """Settings of the evaluation, compared with the length of the run and the rows to score."""
     lines, total, every = [], config.total_steps, config.eval_every
     if every > total:
         lines.append(
-            f"the only evaluation is at the last step: --eval-every is {every}, by default "
-            "one epoch"
+            f"the only evaluation is at the last step: --eval-every is {every} (default: one "
+            f"epoch), and the run has {counted(total, 'step')}"
         )
     needed = every * (config.early_stopping_patience + 1)
     if config.early_stopping_patience and needed > total:
         lines.append(
-            f"--early-stopping-patience {config.early_stopping_patience} has no effect: with an "
-            f"evaluation every {every} steps the run ends before, at step {total}"
+            f"--early-stopping-patience {config.early_stopping_patience} has no effect: with "
+            f"--eval-every {every} the run ends earlier, at step {total}"
         )
     validation, test = rows["validation"], rows["test"]
     if validation and test and config.eval_batches * config.batch_size >= max(validation, test):
         lines.append(
-            f"--eval-batches {config.eval_batches} has no effect on all of the {validation} rows "
-            f"of validation and {test} of the test"
+            f"--eval-batches {config.eval_batches} has no effect: it covers all rows of validation "
+            f"({validation}) and of the test ({test})"
         )
     return lines
 
 
 def of_numbers(config: Config, params: Any) -> list[str]:
-    """Precision, layout, and what ends a run."""
+    """Settings of precision and sharding, and those that end a run."""
     lines = []
     if config.precision == "float16" and config.max_skipped_steps < 16:
         lines.append(
@@ -91,11 +92,13 @@ def of_numbers(config: Config, params: Any) -> list[str]:
         )
     is_split = any("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(params))
     if config.mesh.fsdp > 1 and not is_split:
-        lines.append(f"--mesh.fsdp {config.mesh.fsdp}: all parameters are too small to be split")
+        lines.append(
+            f"--mesh.fsdp {config.mesh.fsdp} has no effect: all parameters are too small to split"
+        )
     if config.deterministic and jax.default_backend() == "cpu":
         lines.append("--deterministic has no effect on a CPU, which always repeats exactly")
     if config.debug_nans:
-        lines.append("--debug-nans: the run ends at the first NaN, no update is skipped")
+        lines.append("--debug-nans: the run ends at the first NaN, instead of skipping the update")
     if not config.stall_timeout and jax.process_count() > 1:
         lines.append("--stall-timeout 0: a process that is stuck will not be noticed")
     return lines
@@ -154,7 +157,7 @@ def of_resuming(
     lines = []
     if config.init_from and config.init_from != earlier.get("init_from"):
         lines.append(
-            f"--init-from {config.init_from} is not read: the run goes on from its own step {start}"
+            f"--init-from {config.init_from} is not read: the run continues from its own step {start}"
         )
     before, after = rate(earlier["total_steps"]), rate(config.total_steps)
     if after > 1.01 * before:

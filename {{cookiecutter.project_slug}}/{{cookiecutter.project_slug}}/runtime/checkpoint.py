@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: the latest ones and the best one, verified when they are read."""
+"""Checkpoints with Orbax: the two latest and the best one are kept, and every read is verified."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from .settings import SettingError
 
 log = logging.getLogger(__package__.partition(".")[0])
 
-MODEL_FIELDS = ("params", "model_state", "ema")  # those of a state that evaluation needs
+MODEL_FIELDS = ("params", "model_state", "ema")  # the fields of a state that evaluation needs
 
 
 class SaveFailed(OSError):
@@ -29,19 +29,19 @@ class SaveFailed(OSError):
 
 
 class Damaged(SettingError):
-    """A checkpoint is not what was saved."""
+    """The contents of a checkpoint are not what was saved."""
 
 
 class Unreadable(SettingError):
-    """A checkpoint cannot be read for a reason outside of it, such as missing permission."""
+    """Reading a checkpoint failed for a reason other than its contents, such as permissions."""
 
 
 class Checkpoints:
     """The checkpoints of one run: a directory per step with the items model, training, progress.
 
-    A state is a dataclass that is a pytree, such as Flax's TrainState: `model` holds those of its
-    fields that evaluation needs and `training` the others. The two latest checkpoints and the best
-    one are kept. Every process must make every call.
+    A state is a dataclass that is a pytree, such as Flax's TrainState. The item `model` holds the
+    fields that evaluation needs, and `training` holds the others. The two latest checkpoints and
+    the best one are kept. In a run of several processes every process must make every call.
     """
 
     def __init__(self, workdir: Path):
@@ -50,7 +50,7 @@ class Checkpoints:
         self.best_step: int | None = None
         self.saved_step = 0
         """The step that was saved last, or that the run was restored from."""
-        self.failed = self.replacing = False
+        self.has_failed = self.is_replacing = False
         self.manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -60,16 +60,22 @@ class Checkpoints:
         )
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """Tell Orbax, which gives the checkpoints from old to new, which ones to keep."""
+        """Orbax calls this with the checkpoints from old to new: True for each one to keep."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in (*steps[-2:], self.best_step) for step in steps]
 
     def save(self, step: int, state: Any, progress: Progress) -> None:
-        """Start to write a checkpoint in the background. Its failure is raised by the next call."""
+        """Start to write a checkpoint in the background.
+
+        Raises SaveFailed if the previous save failed or this one cannot start. If this one fails
+        later, the next call of save(), wait() or close() raises SaveFailed.
+        """
         self.wait()
-        if step in self.manager.all_steps():  # stays at hand until the new one is complete
+        if step in self.manager.all_steps():
+            # Set the old checkpoint of this step aside until the new one is complete. The flag says
+            # that this process did so: it must clean up, and a concurrent reader must not.
             self._move(step, self.replaced)
-            self.replacing = True  # another process that reads this run must leave it alone
+            self.is_replacing = True
         self.best_step, self.saved_step = progress.best_step, step
         items = _items(state)
         metadata = dataclasses.asdict(progress) | {
@@ -82,55 +88,62 @@ class Checkpoints:
             self.manager.save(step, args=ocp.args.Composite(**args), force=True)
 
     def rescue(self, step: int, state: Any, progress: Progress) -> None:
-        """Save what an exception outside of the step would lose, if that can be done."""
-        if step in self.steps or not step or self.failed:
+        """Save the state after an exception, if that is still possible, and log what was done.
+
+        Does nothing if this step is saved already. Never raises: the first error matters more.
+        """
+        if step in self.steps or not step or self.has_failed:
             return
-        why = None
+        obstacle = None
         if jax.process_count() > 1:
-            why = "this takes all processes, and the others do not know of the error"
+            obstacle = "a save needs all processes, and the others do not know of the error"
         elif any(x.is_deleted() for x in jax.tree.leaves(state)):
-            why = "the step that failed had taken its arrays"
+            obstacle = "its arrays were donated to the step that failed"
         else:
             try:
                 self.save(step, state, progress)
                 self.wait()
-            except Exception as error:  # of a machine in trouble: the first error matters more
-                why = summary(error)
-        if why:
-            log.warning("step %d is not saved: %s", step, why)
+            except Exception as error:
+                obstacle = summary(error)
+        if obstacle:
+            log.warning("step %d is not saved: %s", step, obstacle)
         else:
-            log.warning("step %d is saved, the last one before the error", step)
+            log.warning("step %d, the last one before the error, is saved", step)
 
     def wait(self) -> None:
-        """Wait for the save under way; raise SaveFailed if it failed."""
+        """Wait until a save in progress is complete. Raises SaveFailed if it failed."""
         with self._saving():
             self.manager.wait_until_finished()
             self.manager.check_for_errors()
-        if self.replacing:
-            self._settle()
+        if self.is_replacing:
+            self._end_replacement()
 
     @contextlib.contextmanager
     def _saving(self) -> Generator[None]:
+        """Turn any exception inside into SaveFailed, without the long traceback inside Orbax."""
         try:
             yield
-        except Exception as error:  # Orbax raises almost anything, with pages of its own functions
-            self.failed = True
-            there = "The ones before it are there." if self.steps else "There is no earlier one."
+        except Exception as error:  # Orbax and TensorStore raise many types
+            self.has_failed = True
+            kept = "Earlier checkpoints are kept." if self.steps else "There is no earlier one."
             raise SaveFailed(
-                f"a checkpoint could not be written to {self.directory}: {summary(error)}. {there} "
-                f"{remedy(error).capitalize()}, then go on with "
+                f"a checkpoint could not be written to {self.directory}: {summary(error)}. {kept} "
+                f"{remedy(error).capitalize()}, then resume with "
                 f"--workdir {self.directory.parent}"
             ) from None
 
     def close(self) -> None:
-        """Finish the save under way, then part; raises SaveFailed if that was not done yet."""
+        """Wait for a save in progress and close Orbax's manager.
+
+        Raises SaveFailed if that save failed and no earlier call has reported it.
+        """
         try:
-            if not self.failed:
+            if not self.has_failed:
                 self.wait()
         finally:
-            if self.replacing:
-                self._settle()
-            with contextlib.suppress(Exception):  # it was raised by wait() already
+            if self.is_replacing:
+                self._end_replacement()
+            with contextlib.suppress(Exception):  # wait() has already raised the same error
                 self.manager.close()
 
     @property
@@ -139,7 +152,10 @@ class Checkpoints:
         return sorted(self.manager.all_steps(), reverse=True)
 
     def find(self, name: str) -> int:
-        """The step of the checkpoint called best, latest or by its number."""
+        """The step of a checkpoint given as best, latest or the number of its step.
+
+        Raises SettingError if there is no such checkpoint.
+        """
         steps = self.steps
         if name == "latest" and steps:
             return steps[0]
@@ -150,7 +166,9 @@ class Checkpoints:
             if best in steps:
                 return best
             if best is None:
-                log.warning("no evaluation chose a best checkpoint yet: step %d is used", steps[0])
+                log.warning(
+                    "no evaluation has chosen a best checkpoint yet: using step %d", steps[0]
+                )
                 return steps[0]
             raise SettingError(f"the best checkpoint, step {best}, is gone. {self.others(best)}")
         if not steps:
@@ -161,28 +179,33 @@ class Checkpoints:
         )
 
     def others(self, step: int, as_start: bool = False) -> str:
-        """What to use in place of this checkpoint."""
-        there = self.directory if as_start else "--checkpoint"
-        ways = [f"{there}{'/' if as_start else ' '}{n}" for n in self.steps if n != step]
-        return f"There are others: {', '.join(ways)}" if ways else "There is no other"
+        """The sentence of an error message that names the checkpoints other than this one.
+
+        They are written as --checkpoint takes them, or with `as_start` as --init-from does.
+        """
+        prefix = f"{self.directory}/" if as_start else "--checkpoint "
+        others = [f"{prefix}{other}" for other in self.steps if other != step]
+        return f"There are others: {', '.join(others)}" if others else "There is no other"
 
     def _best(self) -> int | None:
-        """The best step as the newest readable checkpoint knows it; None before there is one."""
+        """The best step recorded in the newest readable checkpoint; None if none is recorded."""
         for step in self.steps:
             with contextlib.suppress(Damaged):
                 return self._metadata(step)["best_step"]
         return None
 
     def restore_latest(self, state: Any) -> tuple[Any, Progress] | None:
-        """State and progress of the newest checkpoint that can be read, None if there is none.
+        """State and progress of the newest undamaged checkpoint; None if there is no checkpoint.
 
-        The given abstract state says shapes, dtypes and shardings. Damaged checkpoints are moved to
-        `damaged/` with a warning. Raises SettingError if the state has another structure, and if
-        there are only damaged ones: to start all over must not come as a surprise.
+        `state` is abstract and gives shapes, dtypes and shardings. Damaged checkpoints are moved to
+        `damaged/` with a warning. Raises SettingError if the saved state has another structure, and
+        if all checkpoints are damaged: a run must not silently start again from step 0. Raises
+        Unreadable if a read fails for another reason.
         """
-        self._tidy_up()
+        self._clean_up()
         found, damaged = None, {}
-        for step in json.loads(gather(json.dumps(self.steps))[0]):  # as process 0 sees them
+        steps = json.loads(gather(json.dumps(self.steps))[0])  # the same list in all processes
+        for step in steps:
             try:
                 found = self.restore(step, state)
                 break
@@ -191,10 +214,10 @@ class Checkpoints:
         if damaged and not found:
             raise SettingError(
                 f"{self.directory}: {'; '.join(map(str, damaged.values()))}. There is no other to "
-                f"go on from: put back a copy, or start a new --workdir"
+                f"resume from: put back a copy, or start a new --workdir"
             )
         for step, reason in damaged.items():
-            log.warning("%s; it is moved to damaged/, and an older one is used", reason)
+            log.warning("%s; it is moved to damaged/, and an older checkpoint is used", reason)
             self._move(step, self.directory.parent / "damaged")
         require_same({"the restored checkpoint": int(found[0].step) if found else None})
         if found:
@@ -202,9 +225,11 @@ class Checkpoints:
         return found
 
     def restore(self, step: int, state: Any) -> tuple[Any, Progress]:
-        """State and progress of this step, placed like the given abstract state.
+        """State and progress from the checkpoint of this step.
 
-        Raises Damaged if it cannot be read, SettingError if the state has another structure.
+        `state` is abstract and gives shapes, dtypes and shardings. Raises SettingError if the saved
+        state has another structure, Damaged if the contents are not what was saved, Unreadable if
+        the read fails for another reason.
         """
         metadata, items = self._metadata(step), _items(state)
         for name, item in items.items():
@@ -214,7 +239,7 @@ class Checkpoints:
         return state.replace(**restored["model"], **restored["training"]), Progress(**progress)
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays: progress, layouts and digests."""
+        """The JSON saved beside the arrays: progress, and the layout and digest of each item."""
         with _reading(step):
             args = ocp.args.Composite(progress=ocp.args.JsonRestore())
             metadata = dict(self.manager.restore(step, args=args)["progress"])
@@ -223,7 +248,7 @@ class Checkpoints:
         return metadata
 
     def _read(self, step: int, metadata: dict[str, Any], items: dict[str, Any]) -> Any:
-        """These items, given as abstract trees."""
+        """Read these items, each given as an abstract tree, and compare their digests."""
         with _reading(step):
             args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
             restored = self.manager.restore(step, args=ocp.args.Composite(**args))
@@ -233,34 +258,42 @@ class Checkpoints:
         return restored
 
     def read_params(self, step: int, params: Any) -> Any:
-        """The saved parameters as they are, placed like those of the same name and shape."""
-        metadata, alike = self._metadata(step), leaves_by_name(params)
+        """The saved parameters, in their own shapes and dtypes.
+
+        A saved array gets the sharding of the array in `params` that has its name and shape; where
+        there is no such array, it is replicated. Raises Damaged or Unreadable like restore().
+        """
+        metadata, own = self._metadata(step), leaves_by_name(params)
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        replicated = NamedSharding(mesh, PartitionSpec())
 
         def abstract(path, saved):
-            like = alike.get(name_of(path[1:]))
-            if like is not None and like.shape == saved.shape:
-                return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=like.sharding)
-            whole = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
-            return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=whole)
+            param = own.get(name_of(path[1:]))
+            fits = param is not None and param.shape == saved.shape
+            sharding = param.sharding if fits else replicated
+            return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
         with _reading(step), ocp.StandardCheckpointer() as reader:
             saved = reader.metadata(self.directory / str(step) / "model").item_metadata
             if saved is None:
-                raise ValueError("what it says of its arrays cannot be read")
+                raise ValueError("the list of its arrays cannot be read")
             model = jax.tree_util.tree_map_with_path(abstract, saved.tree)
         return self._read(step, metadata, {"model": model})["model"]["params"]
 
-    def _tidy_up(self) -> None:
-        """Clear away what a killed save left: half a checkpoint, or one about to be replaced."""
+    def _clean_up(self) -> None:
+        """Clean up after a process that was killed while saving.
+
+        Removes half-written checkpoints, and puts back one that was about to be replaced.
+        """
         if jax.process_index() == 0:
             for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(unfinished)
-        self._settle()
-        wait_for_all("checkpoints tidied up")
+        self._end_replacement()
+        wait_for_all("checkpoints cleaned up")
         self.manager.reload()
 
-    def _settle(self) -> None:
-        """Drop what was replaced, or put it back if the new one was never completed."""
+    def _end_replacement(self) -> None:
+        """Delete the checkpoint that was set aside, or put it back if its replacement failed."""
         if jax.process_index() == 0 and self.replaced.exists():
             for old in self.replaced.iterdir():
                 target = self.directory / old.name.partition("-")[0]
@@ -269,6 +302,7 @@ class Checkpoints:
             shutil.rmtree(self.replaced, ignore_errors=True)
 
     def _move(self, step: int, folder: Path) -> None:
+        """Move the checkpoint of this step into another folder of the run directory."""
         if jax.process_index() == 0:
             folder.mkdir(exist_ok=True)
             target = folder / f"{step}-{len(list(folder.iterdir()))}"
@@ -279,20 +313,21 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _reading(step: int) -> Generator[None]:
+    """Turn exceptions inside into Damaged or Unreadable, except a lack of memory."""
     try:
         yield
-    except Exception as error:  # TensorStore raises almost anything
+    except Exception as error:  # Orbax and TensorStore raise many types
         if is_out_of_memory(error):
             raise
         if is_outside(error):
             raise Unreadable(
-                f"checkpoint {step} cannot be read now: {summary(error)}. Mend that and try again"
+                f"checkpoint {step} cannot be read now: {summary(error)}. Fix that and try again"
             ) from error
         raise Damaged(f"checkpoint {step} is damaged: {summary(error)}") from error
 
 
 def _items(state: Any) -> dict[str, dict]:
-    """The arrays of the state as the two items of a checkpoint."""
+    """The fields of the state that hold arrays, divided into the two items of a checkpoint."""
     fields = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)

@@ -1,4 +1,4 @@
-"""The command line: settings from flags, those of a run that goes on, and the exit code."""
+"""The command line: settings from flags and from the run that is resumed, and the exit code."""
 
 import dataclasses
 import functools
@@ -22,13 +22,13 @@ from .workdir import find_run
 
 Settings = TypeVar("Settings")
 
-NARROW = 60  # columns below which --help cannot be read
+LEAST_COLUMNS = 60  # in a narrower terminal --help cannot be read
 
 
 def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Settings:
-    """A dataclass from flags; --help and mistakes are shown, and end the process."""
-    if shutil.get_terminal_size().columns < NARROW:
-        os.environ["COLUMNS"] = str(NARROW)
+    """Build a dataclass from flags. Raises SystemExit after printing --help or a wrong flag."""
+    if shutil.get_terminal_size().columns < LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(LEAST_COLUMNS)
     module = sys.modules["__main__"].__spec__
     program = f"python -m {module.name}" if module else Path(sys.argv[0]).name
     try:
@@ -37,18 +37,21 @@ def read_flags(cls: type[Settings], arguments: list[str], **options: Any) -> Set
         finally:
             if sys.stdout:
                 sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the help has seen enough, as in `--help | head`
+    except BrokenPipeError:  # the reader of the help has closed the pipe, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
 
 def parse_settings(arguments: list[str]) -> Config:
-    """Settings from the command line; a run that is resumed provides the defaults."""
+    """Settings from the command line; if --workdir holds a run, its settings are the defaults.
+
+    Raises SettingError if the settings of that run cannot be read, or its data is gone.
+    """
     read = functools.partial(
         read_flags,
         Config,
         arguments,
-        description="All settings. A --workdir with an earlier run in it provides the defaults.",
+        description="All settings. If --workdir holds a run, its settings are the defaults.",
     )
     config = read()
     if not config.workdir or "://" in config.workdir:
@@ -58,30 +61,50 @@ def parse_settings(arguments: list[str]) -> Config:
     saved = saved_config(path)
     if not saved:
         return config
-    forgotten = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))
-    given = read(default=dataclasses.replace(saved, **forgotten))
+    # None for each of these shows whether the flag is given, or belongs to one start only.
+    unset = dict.fromkeys(("total_steps", "workdir", "stop_after_step", "profile_steps"))
+    given = read(default=dataclasses.replace(saved, **unset))
+    path_of_data = given.data.path
+    if path_of_data and path_of_data == saved.data.path and not is_there(path_of_data):
+        raise SettingError(
+            f"--data.path {path_of_data}: the data of this run is no longer there. If it has "
+            f"moved, resume with --data.path PLACE (the data itself must be the same)"
+        )
     if given.epochs is None and given.total_steps is None:
         given = dataclasses.replace(given, total_steps=saved.total_steps)
     return dataclasses.replace(given, workdir=config.workdir)
 
 
 def saved_config(path: Path) -> Config | None:
-    """The settings of the run in this directory, None if there is none."""
+    """The settings of the run in this directory; None if there is no run.
+
+    Where its data is gone, but has been moved together with the run, `data.path` is the new place.
+    Raises SettingError if the settings cannot be read.
+    """
     saved = read_manifest(path)
     if not saved:
         return None
     config = build(Config, saved["settings"])
-    place, beside = config.data.path, saved.get("data_beside_run")
-    if place and beside and not glob.glob(os.path.expanduser(place)):
-        moved = os.path.normpath(path / beside)  # run and data may have moved together
-        if glob.glob(moved):
+    data_path, relative = config.data.path, saved.get("data_beside_run")
+    if data_path and relative and not is_there(data_path):
+        moved = os.path.normpath(path / relative)
+        if is_there(moved):
             data = dataclasses.replace(config.data, path=moved)
             config = dataclasses.replace(config, data=data)
     return config
 
 
+def is_there(place: str) -> bool:
+    """Whether there is a file or a directory with this name, or files that match this pattern."""
+    place = os.path.expanduser(place)
+    return os.path.exists(place) or bool(glob.glob(place))
+
+
 def run(main: Callable[[], int]) -> int:
-    """Call main and return its exit code, or that of its failure, which is shown."""
+    """Call main and return its exit code. If it raises, print the error and return the code of it.
+
+    After an error that other processes may not know of, this does not return: see leave_at_once().
+    """
     screen: Any = terminal.Screen(sys.stderr)
     try:
         return main()

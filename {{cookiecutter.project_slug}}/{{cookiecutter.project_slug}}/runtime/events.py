@@ -1,4 +1,4 @@
-"""The files that TensorBoard reads."""
+"""The event files that TensorBoard reads."""
 
 import contextlib
 import logging
@@ -17,39 +17,42 @@ log = logging.getLogger(__package__.partition(".")[0])
 
 
 class Events:
-    """TensorBoard's file of one start of a run. What was written survives a kill -9.
+    """The event file of one start of a run. What was written survives a kill -9.
 
-    tensorboardX's SummaryWriter has a thread for this, which loses the last values of a killed run.
+    tensorboardX's SummaryWriter writes from a thread and loses the last values of a killed run.
     """
 
     def __init__(self, directory: Path, start: int):
         self.directory = directory
         self.file: BinaryIO | None = None
-        with self.given_up_on_error():
+        with self.closing_on_error():
             directory.mkdir(exist_ok=True)
-            # Read in the order of their names. Two starts within a second must not share one.
+            # TensorBoard reads the files in the order of their names, so these begin with the time,
+            # in nanoseconds: two starts within one second need two files.
             name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}"
             self.file = (directory / name).open("xb", buffering=0)
-            # Readers drop what an interrupted run wrote beyond the step it now goes on from.
+            # Tells TensorBoard to drop what an interrupted start wrote after the step from which
+            # this one continues.
             log_start = SessionLog(status=SessionLog.START)
-            self.put(
+            self.append(
                 Event(wall_time=time.time(), file_version="brain.Event:2"),
                 Event(wall_time=time.time(), step=start + 1, session_log=log_start),
             )
 
     def write(self, step: int, summary: Summary) -> None:
         """Add a point of a curve, an image, a histogram or a text."""
-        with self.given_up_on_error():
-            self.put(Event(wall_time=time.time(), step=step, summary=summary))
+        with self.closing_on_error():
+            self.append(Event(wall_time=time.time(), step=step, summary=summary))
 
-    def put(self, *events: Event) -> None:
+    def append(self, *events: Event) -> None:
+        """Append events to the file. Raises OSError if they could not be written as a whole."""
         data = b"".join(map(record, events))
         if self.file and self.file.write(data) < len(data):
             raise OSError("only a part could be written")
 
     @contextlib.contextmanager
-    def given_up_on_error(self) -> Generator[None]:
-        """No more is written after an error: readers stop at half an event anyway."""
+    def closing_on_error(self) -> Generator[None]:
+        """After an OSError inside, warn and write no more: TensorBoard stops at half an event."""
         try:
             yield
         except OSError as error:
@@ -63,7 +66,7 @@ class Events:
 
 
 def record(event: Event) -> bytes:
-    """An event as the file has it: its length and its bytes, each followed by a checksum."""
+    """The bytes of an event in the file: its length and its message, a checksum after each."""
     data = event.SerializeToString()
     length = struct.pack("<Q", len(data))
     parts = (length, masked_crc32c(length), data, masked_crc32c(data))

@@ -9,6 +9,7 @@ import jax
 
 from .checkpoint import Checkpoints, Damaged
 from .digests import leaves_by_name, name_of
+from .logs import counted
 from .settings import SettingError
 from .workdir import find_run
 
@@ -16,10 +17,11 @@ log = logging.getLogger(__package__.partition(".")[0])
 
 
 def restore_params(path: Path, params: Any) -> Any:
-    """Parameters of another run's best checkpoint, or of a checkpoint directory (--init-from).
+    """Parameters from the best checkpoint of another run, or from a checkpoint directory.
 
-    Takes every parameter whose name and shape match and keeps the given value of the others; says
-    which. Raises SettingError if the path holds no checkpoint or nothing matches.
+    A parameter whose name and shape match is taken from there; the others keep their value in
+    `params`, and the log names them. Raises SettingError if the path holds no checkpoint, if the
+    checkpoint cannot be read, or if nothing matches.
     """
     path = find_run(str(path))
     is_checkpoint = path.name.isdigit() and (path / "model").is_dir()
@@ -35,23 +37,30 @@ def restore_params(path: Path, params: Any) -> Any:
         except Damaged as error:
             others = checkpoints.others(step, as_start=True)
             raise SettingError(f"--init-from {path}: {error}. {others}") from error
-    new = []
+    unmatched = []
 
     def choose(path, param):
-        value = found.get(name_of(path))
+        name = name_of(path)
+        value = found.get(name)
         if value is None or value.shape != param.shape:
-            new.append(name_of(path))
+            unmatched.append(name)
             return param
         if value.dtype != param.dtype:
-            log.warning("%s was saved as %s, used as %s", name_of(path), value.dtype, param.dtype)
-        return found.pop(name_of(path)).astype(param.dtype)
+            log.warning("%s was saved as %s, used as %s", name, value.dtype, param.dtype)
+        return found.pop(name).astype(param.dtype)
 
     chosen = jax.tree_util.tree_map_with_path(choose, params)
-    matched = len(jax.tree.leaves(params)) - len(new)
+    matched = len(jax.tree.leaves(params)) - len(unmatched)
     if not matched:
         raise SettingError(f"--init-from {path}: no parameter has the name and shape of this model")
-    log.info("%d parameters come from %s, step %d", matched, workdir, step)
-    for title, names in (("keep their new values", new), ("are left out", list(found))):
-        if names:
-            log.warning("%d parameters %s: %s", len(names), title, ", ".join(names))
+    taken = counted(matched, "parameter comes", "parameters come")
+    log.info("%s from %s, step %d", taken, workdir, step)
+    if unmatched:
+        kept = counted(
+            len(unmatched), "parameter keeps its new value", "parameters keep their new values"
+        )
+        log.warning("%s: %s", kept, ", ".join(unmatched))
+    if found:
+        left = counted(len(found), "parameter is left out", "parameters are left out")
+        log.warning("%s: %s", left, ", ".join(found))
     return chosen

@@ -1,4 +1,4 @@
-"""What is known of a run: config.json, and what changed since the run was last started."""
+"""config.json and result.json of a run, and what changed since the run was last started."""
 
 import contextlib
 import dataclasses
@@ -18,20 +18,21 @@ from typing import Any
 import jax
 
 from ..config import Config, check
+from .logs import counted
 from .settings import SettingError, build, fields_of, flag
 
 log = logging.getLogger(__package__.partition(".")[0])
 
-NOT_BIT_FOR_BIT = "this goes on correctly, but not bit for bit"
-OVER = ("completed", "early_stopped")
-CIRCUMSTANCES = ("devices", "processes", "xla_flags", "versions")
+NOT_BIT_FOR_BIT = "the run continues correctly, but not bit for bit"
+FINISHED = ("completed", "early_stopped")  # statuses of a run that trains on only if it gets longer
+REPEATED = ("devices", "processes", "xla_flags", "versions")  # in result.json as in config.json
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def describe(config: Config, data: dict[str, Any], **notes: str) -> dict[str, Any]:
-    """What config.json holds: every setting, the data, the code and the circumstances.
+    """The contents of config.json: every setting, the data, the code, the devices and versions.
 
-    A resumed run must see the same `data`; the notes are for the reader.
+    A resumed run must see the same `data`. The notes are for the reader only.
     """
     return {
         "settings": dataclasses.asdict(config),
@@ -47,9 +48,9 @@ def describe(config: Config, data: dict[str, Any], **notes: str) -> dict[str, An
 
 
 def code() -> dict[str, str]:
-    """A digest of each file of this package."""
+    """A digest of each Python file of this package."""
     package, digests = Path(__file__).parents[1], {}
-    with contextlib.suppress(OSError):  # a package that is no directory to read, as in a zip file
+    with contextlib.suppress(OSError):  # the package is not in a directory, but in a zip file
         for file in sorted(package.rglob("*.py")):
             digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
             digests[os.fspath(file.relative_to(package))] = digest.hexdigest()
@@ -72,13 +73,13 @@ def versions() -> dict[str, str]:
 
 
 def announce(run: Any, step: int, lines: list[str], warnings: list[str]) -> None:
-    """Say what the run has to work with, what changed, and what may surprise."""
+    """Log where and on what the run trains, what changed since its last start, and warnings."""
     known, found = run.manifest, run.manifest["versions"]
     log.info("%s: %s", run.path, f"resumed at step {step}" if step else "a new run")
     log.info(
-        "%s %s, %d in all; %d process(es); jax %s, flax %s%s; XLA_FLAGS: %s",
+        "%s %s, %d in all; %s; jax %s, flax %s%s; XLA_FLAGS: %s",
         *(jax.local_device_count(), jax.devices()[0].device_kind, known["devices"]),
-        *(known["processes"], found["jax"], found["flax"]),
+        *(counted(known["processes"], "process", "processes"), found["jax"], found["flax"]),
         " (the newest for Python 3.11)" if found["python"].startswith("3.11") else "",
         known["xla_flags"].strip() or "none",
     )
@@ -89,18 +90,21 @@ def announce(run: Any, step: int, lines: list[str], warnings: list[str]) -> None
 
 
 def describe_end(run: Any) -> str:
-    """How a run ended, now or earlier, which step is best, and how to go on."""
+    """One line: how a run ended, now or earlier, its best step, and how to continue."""
     path, result = run.path, run.result
-    line = f"{path}: {'over, ' if run.is_over else ''}{result['status']} at step {result['step']}"
+    step, total = result["step"], run.config.total_steps
+    line = f"{path}: {'over, ' if run.is_over else ''}{result['status']} at step {step}"
     if result.get("reason"):
         line += f": {result['reason']}"
+    if run.is_over and total < step:
+        line += f"; the run already has {step} steps, so --total-steps {total} changes nothing"
     if result.get("best_step") is not None and result.get("best_metric") is not None:
         metric = f"{run.manifest['best_by']} {result['best_metric']:.4g}"
         line += f"; best step {result['best_step']}, {metric}"
     ways = {
         "preempted": f"to go on: --workdir {path}",
-        "completed": f"to prolong it: --workdir {path} --total-steps N",
-        "early_stopped": f"to prolong it: --workdir {path} --total-steps N",
+        "completed": f"to train longer: --workdir {path} --total-steps N",
+        "early_stopped": f"to train longer: --workdir {path} --total-steps N",
         "diverged": f"a new run can start from its parameters: --init-from {path}, with a smaller "
         "--optimizer.learning-rate",
     }
@@ -108,9 +112,9 @@ def describe_end(run: Any) -> str:
 
 
 def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
-    """The object in a JSON file, None if there is none or it lacks one of these keys.
+    """The object in a JSON file; None if there is no such file or it lacks one of these keys.
 
-    Raises SettingError if the file is there and may not be read.
+    Raises SettingError if the file is there and cannot be read.
     """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -122,9 +126,10 @@ def read_json(path: Path, *needed: str) -> dict[str, Any] | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """What config.json says of the run in this directory, None if there is none.
+    """The contents of config.json of the run in this directory; None if there is no run.
 
-    Raises SettingError if it is lost: its run would go on with other settings.
+    Raises SettingError if the file is damaged, or missing beside checkpoints: the run would
+    otherwise continue with other settings.
     """
     file = path / "config.json"
     needed = ("settings", "data", "platform", "devices", "processes", "versions")
@@ -155,9 +160,9 @@ def is_sound(manifest: dict[str, Any]) -> bool:
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> None:
-    """Write in one go, by process 0 only: readers see the old file or the whole new one.
+    """Write a file atomically, in process 0 only: readers see the old file or the whole new one.
 
-    NaN and infinity, which JSON does not have, become null.
+    NaN and infinity, which JSON does not have, become null. Raises OSError if the write fails.
     """
 
     def finite(value):
@@ -183,10 +188,10 @@ def compare(
     manifest: dict[str, Any],
     config: Config,
 ) -> tuple[list[str], bool]:
-    """What changed since this run was last started, a line each, and whether nothing is left to do.
+    """Compare a run with its last start: a line for each change, and whether the run is over.
 
-    Raises SettingError for a change that would make the outcome neither the old run's nor a new
-    one's.
+    A run is over when nothing is left to train. Raises SettingError for a change after which the
+    result would be neither that of the old run nor that of a new one.
     """
     if earlier is None:
         return [], False
@@ -208,13 +213,14 @@ def compare(
     if earlier["data"] != manifest["data"]:
         raise SettingError(
             f"the data changed since this run was started: {earlier['data']} -> "
-            f"{manifest['data']}. Restore it, or start a new --workdir with --init-from {path}"
+            f"{manifest['data']}. Restore it, give its new place with --data.path, or start a new "
+            f"--workdir with --init-from {path}"
         )
     edited = differing(earlier.get("code") or manifest["code"], manifest["code"])
     if edited:
         lines.append(
-            f"the code changed: {', '.join(edited)}. This start goes on with the new code; whether "
-            f"the result still makes sense is for you to judge"
+            f"the code changed: {', '.join(edited)}. The run continues with the new code; you must "
+            f"judge whether its result still makes sense"
         )
     for name in ("platform", "devices", "processes", "xla_flags"):
         if earlier.get(name) != manifest[name]:
@@ -225,15 +231,16 @@ def compare(
         if name != "git":  # the code was compared above
             old, new = earlier["versions"].get(name), manifest["versions"].get(name)
             is_harmless = name in ("python", "numpy", "jax", "jaxlib")
-            meaning = NOT_BIT_FOR_BIT if is_harmless else "it may compute something else: compare"
+            meaning = NOT_BIT_FOR_BIT if is_harmless else "the results may differ: compare them"
             lines.append(f"changed {name}: {old} -> {new} ({meaning})")
-    grew = config.total_steps > earlier["settings"]["total_steps"]
     status = result and result["status"]
-    is_over = (status in OVER and not grew) or (status == "diverged" and not changed and not edited)
-    return lines, is_over
+    is_longer = config.total_steps > earlier["settings"]["total_steps"]
+    is_finished = status in FINISHED and not is_longer
+    diverges_again = status == "diverged" and not changed and not edited
+    return lines, is_finished or diverges_again
 
 
 def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Names that have another value, or that only one of the two has."""
+    """Names whose values differ, or that only one of the two has."""
     names = sorted(before.keys() | after.keys())
     return [name for name in names if before.get(name) != after.get(name)]

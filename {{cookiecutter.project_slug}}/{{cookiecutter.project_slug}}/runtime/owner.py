@@ -1,4 +1,4 @@
-"""One owner for each run directory: a second process must not write there at the same time."""
+"""Each run directory has one owner, so that two processes never write there at the same time."""
 
 import contextlib
 import fcntl
@@ -17,20 +17,22 @@ from .settings import SettingError
 log = logging.getLogger(__package__.partition(".")[0])
 
 HERE = platform.node()
-PATIENCE = 5.0  # seconds for an owner to write who it is
-SILENCE = 35.0  # seconds without a sign of life, three of which were due, after which it is dead
+WRITE_TIMEOUT = 5.0  # seconds that a new owner has to write who it is
+DEAD_AFTER = (
+    35.0  # seconds without a heartbeat, one being due every 10, after which an owner is dead
+)
 
 
 _owned: set[Path] = set()
-"""Files that this process holds."""
+"""The owner files that this process holds."""
 
 
 class Owner:
     """Holds the file owner.json of a run directory: which process trains there, since when.
 
-    The operating system's lock on it ends with the process, however that ends. On a network file
-    system it may not reach other hosts: for those the age of the file tells, which the owner's
-    watchdog renews every 10 seconds.
+    The owner has locked the file, and the operating system drops the lock when the process ends,
+    however it ends. On a network file system other hosts may not see the lock. They look at the age
+    of the file, which the owner's watchdog renews every 10 seconds.
     """
 
     def __init__(self, directory: Path):
@@ -38,10 +40,13 @@ class Owner:
         self.file: IO[str] | None = None
 
     def take(self) -> None:
-        """Become the owner. Raises SettingError naming a process that is it already."""
-        if self.path in _owned:  # locks do not tell two runs of one process apart
+        """Become the owner.
+
+        Raises SettingError if another process is the owner, OSError if the file cannot be written.
+        """
+        if self.path in _owned:  # a lock does not stop a second run in the same process
             self.refuse({"host": HERE, "pid": os.getpid(), "since": "this program's earlier call"})
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WRITE_TIMEOUT
         while True:
             file = self.path.open("a+", encoding="utf-8")
             is_free = try_lock(file)
@@ -51,13 +56,13 @@ class Owner:
                 file.close()
                 if other or time.monotonic() > deadline:
                     self.refuse(other)
-                time.sleep(0.1)  # it is about to write who it is
+                time.sleep(0.1)  # the owner is about to write who it is
                 continue
             is_elsewhere = is_free is None or other.get("host") != HERE
             if other and is_elsewhere and self.is_alive():
                 file.close()
                 self.refuse(other)
-            if is_same_file(self.path, file):  # else its owner took it away at its end
+            if is_same_file(self.path, file):  # otherwise its last owner has just deleted it
                 break
             file.close()
         own = {
@@ -76,47 +81,52 @@ class Owner:
             raise
 
     def refuse(self, other: dict[str, Any]) -> None:
+        """Raise SettingError naming the other owner."""
         who = f"process {other['pid']} on {other['host']}" if other else "another process"
         since = f" since {other['since']}" if other else ""
         raise SettingError(
-            f"{self.path.parent}: {who} has been training there{since}. Wait for its end, stop it, "
-            f"or give another --workdir"
+            f"{self.path.parent}: {who} has been training there{since}. Wait until it ends, stop "
+            f"it, or give another --workdir"
         )
 
     def is_alive(self) -> bool:
-        """Whether the file is renewed, by a process that may be on another host."""
-        changed = self.path.stat()
+        """Whether the owner, which may be on another host, still renews the file. May wait."""
+        last_beat = self.path.stat().st_mtime
         with tempfile.TemporaryFile(dir=self.path.parent) as file:
-            age = os.fstat(file.fileno()).st_mtime - changed.st_mtime  # by the clock over there
-        if age < SILENCE:
-            log.info("waiting up to %.0f s to see whether %s is in use", SILENCE, self.path.parent)
-        for _ in range(int(SILENCE - age)):
+            # Both times come from the clock of the file server.
+            age = os.fstat(file.fileno()).st_mtime - last_beat
+        if age < DEAD_AFTER:
+            log.info(
+                "waiting up to %.0f s to see whether %s is in use", DEAD_AFTER, self.path.parent
+            )
+        for _ in range(int(DEAD_AFTER - age)):
             time.sleep(1)
-            with contextlib.suppress(OSError), self.path.open() as file:  # asks the server anew
-                if os.fstat(file.fileno()).st_mtime != changed.st_mtime:
+            # To open a file makes NFS ask the server again; stat alone may be answered by a cache.
+            with contextlib.suppress(OSError), self.path.open() as file:
+                if os.fstat(file.fileno()).st_mtime != last_beat:
                     return True
         return False
 
     def beat(self) -> None:
-        """Show that this process lives."""
+        """Renew the file, which shows that this process is alive. Raises OSError if it cannot."""
         os.utime(self.path)
 
     def release(self) -> None:
-        """Own it no more."""
+        """Give up the ownership: delete the file and drop the lock."""
         _owned.discard(self.path)
         if self.file:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-            with contextlib.suppress(OSError):  # it writes out what it has
+            with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
                 self.file.close()
             self.file = None
 
 
 def try_lock(file: IO[str]) -> bool | None:
-    """Whether the file is now locked by this process; None where there are no locks."""
+    """Whether this process has locked the file now; None where the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # another process has it
+    except (BlockingIOError, PermissionError):  # another process has locked it
         return False
     except OSError:
         return None
@@ -124,7 +134,7 @@ def try_lock(file: IO[str]) -> bool | None:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """What the file says, nothing if it is empty or half written."""
+    """The contents of the file as a dict, which is empty if the file is empty or half written."""
     with contextlib.suppress(ValueError):
         found = json.loads(text)
         if isinstance(found, dict) and found.keys() >= {"host", "pid", "since"}:
@@ -133,6 +143,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def is_same_file(path: Path, file: IO[str]) -> bool:
+    """Whether this path still leads to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

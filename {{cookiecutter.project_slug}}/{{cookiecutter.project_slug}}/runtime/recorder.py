@@ -27,14 +27,15 @@ Status = dict[str, jax.Array]
 
 
 class Diverged(Exception):
-    """More non-finite updates in a row than allowed."""
+    """More updates in a row than allowed were skipped, because they were not finite."""
 
 
 class Recorder:
-    """Follows the steps of one run and shows their metrics, averaged over each log interval.
+    """Watches the steps of one run and logs their metrics, averaged over each log interval.
 
-    `state` is the train state that the run goes on from. `report` turns the (sum, weight) of each
-    metric into the numbers to show. `steps_per_epoch` is None where epochs are not known.
+    `state` is the train state from which this start of the run continues. `report` turns the
+    (sum, weight) of each metric into the numbers to show. `steps_per_epoch` is None where epochs
+    are not known.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Recorder:
         self.pace = Pace()
         self.fresh_totals: Callable[[], Totals] = dict
         self.latest: tuple[int, Totals, Status] | None = None
-        """The step that was started last, the totals after it, and its status."""
+        """The last step that was started, the totals after it, and its status."""
         self.due: tuple[int, Totals, Status] | None = None
-        """The end of a log interval that is not shown yet."""
+        """The same of the step that ended a log interval which is not logged yet."""
         self.interval_start = (start, 0.0)
         self.skipped_steps = int(state.skipped_steps)
         self.skipped_in_a_row = 0
@@ -70,18 +71,18 @@ class Recorder:
     # --- The steps -------------------------------------------------------------------------------
 
     def begin(self, fresh_totals: Callable[[], Totals]) -> Totals:
-        """Training starts now, after compilation. Returns the totals to start with."""
+        """Start the clock after compilation. Returns the totals for the first step."""
         self.fresh_totals = fresh_totals
         self.pace.restart_clock()
         self.profile(self.current)
         return fresh_totals()
 
     def step(self, step: int, totals: Totals, status: Status) -> Totals:
-        """Note that this step was started. Returns the totals to go on with.
+        """Take note that this step was started. Returns the totals for the next step.
 
-        `totals` are the metrics since the last log line, and `status` is what compile_train_step
-        says of the step, both still being computed. They are read KEEP_RUNNING steps later, when
-        others are under way.
+        `totals` are the metrics since the last log line, and `status` is the third output of the
+        compiled step. The device may still be computing both, so they are read KEEP_RUNNING steps
+        later, while it works on other steps. Raises Diverged like check().
         """
         self.current = step
         self.latest = (step, totals, status)
@@ -92,14 +93,17 @@ class Recorder:
         if self.due is not None and step == self.due[0] + KEEP_RUNNING:
             self.flush()
         if step % self.config.log_every == 0:
-            self.flush()  # the one before may be less than KEEP_RUNNING steps old
+            self.flush()  # the interval before, if it ended less than KEEP_RUNNING steps ago
             self.due = self.latest
             return self.fresh_totals()
         return totals
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """Wait for the last step, check it, and keep the time inside out of the throughput."""
+        """Wait for the last step and check it; the time inside does not count as training time.
+
+        Raises Diverged like check().
+        """
         self.flush()
         if self.latest is not None:
             step, _, status = self.latest
@@ -109,19 +113,19 @@ class Recorder:
         self.pace.restart_clock()
 
     def keep_going(self) -> bool:
-        """Called between the batches of an evaluation: false once a stop was requested."""
+        """Called between the batches of an evaluation: False once the run should stop."""
         self.watchdog.moved()
         return not stop.poll()
 
     def finish(self) -> None:
-        """Log what is left at the end of the training."""
+        """Log the last, incomplete interval when training ends. Raises Diverged like check()."""
         self.flush()
         if self.latest is not None and self.latest[0] % self.config.log_every:
             self.due = self.latest
             self.flush()
 
     def close(self) -> None:
-        """Write out everything. The progress bar goes."""
+        """Finish the profile, remove the progress bar and close TensorBoard's file."""
         if self.is_profiling:
             self.stop_profiling()
         self.bar.close()
@@ -131,7 +135,7 @@ class Recorder:
     # --- Metrics ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Log the interval that ended last, if that was not done yet."""
+        """Log the last complete interval, unless it is logged already."""
         if self.due is None:
             return
         (step, totals, status), self.due = self.due, None
@@ -141,7 +145,7 @@ class Recorder:
         self.show(step, totals, status)
 
     def check(self, step: int, status: dict[str, Any]) -> None:
-        """Say which updates were skipped; raise Diverged if they were too many in a row."""
+        """Warn of skipped updates. Raises Diverged if too many in a row were skipped."""
         skipped_steps, in_a_row = int(status["skipped_steps"]), int(status["skipped_in_a_row"])
         new = skipped_steps - self.skipped_steps
         self.skipped_steps, self.skipped_in_a_row = skipped_steps, in_a_row
@@ -157,14 +161,14 @@ class Recorder:
             is_search = self.config.precision == "float16" and scale > 1
             log.warning(
                 "step %d: %d of the last %d updates were skipped, because the loss or a gradient "
-                "was not finite; in the last of them first that of %s%s",
+                "was not finite; the first bad gradient of the last one is that of %s%s",
                 *(step, new, step - self.checked, leaf),
                 f"; float16's loss scale is now {scale:g}" if is_search else "",
             )
         self.checked = step
 
     def show(self, step: int, totals: dict[str, Any], status: dict[str, Any]) -> None:
-        """Log and write the metrics of one interval, and what is of its last step alone."""
+        """Log the metrics of one interval, with learning rate and loss scale of its last step."""
         metrics = self.report({name: (float(s), float(w)) for name, (s, w) in totals.items()})
         (first, since), self.interval_start = self.interval_start, (step, self.pace.seconds)
         seconds = max(self.pace.seconds - since, 1e-9)
@@ -192,16 +196,17 @@ class Recorder:
             )
         epoch = f" (epoch {step / self.steps_per_epoch:.4g})" if self.steps_per_epoch else ""
         log.info("%-5s step %d/%d%s  %s", kind, step, self.config.total_steps, epoch, text)
-        if kind != "test":  # which is a result, not a curve
+        if kind != "test":  # the test is a single result, not a curve
             for name, value in shown.items():
                 self.add_summary(step, scalar(f"{kind}/{name}", value))
 
     def add_summary(self, step: int, summary: Summary) -> None:
-        """Show an image, a histogram or a text in TensorBoard: see tensorboardX.summary."""
+        """Write an image, a histogram or a text, made by tensorboardX.summary, to TensorBoard."""
         if self.events:
             self.events.write(step, summary)
 
     def warn_of_blow_up(self, step: int, loss: float | None) -> None:
+        """Warn when the loss is over 10 times that of the first interval."""
         if loss is None:
             return
         first = self.progress.first_loss = self.progress.first_loss or loss
@@ -209,7 +214,7 @@ class Recorder:
             log.warning("step %d: loss %.4g is over 10 times the first, %.4g", step, loss, first)
 
     def warn_of_waiting(self, step: int) -> None:
-        """Once, when the device has to wait for its data."""
+        """Warn, once, when over a fifth of the time was spent waiting for batches."""
         fraction = self.pace.input_fraction
         if fraction > 0.2 and self.pace.seconds > 1 and not self.warned_of_waiting:
             self.warned_of_waiting = True
@@ -220,7 +225,7 @@ class Recorder:
             )
 
     def summary(self) -> dict[str, Any]:
-        """What result.json says of the steps and evaluations."""
+        """The part of result.json about steps, evaluations and speed."""
         return {
             "step": self.current,
             "best_step": self.progress.best_step,
@@ -237,7 +242,7 @@ class Recorder:
     # --- The profile -----------------------------------------------------------------------------
 
     def profile(self, step: int) -> None:
-        """Record what happens between the two steps of --profile-steps, for TensorBoard."""
+        """Start or stop the profiler of JAX, if this is one of the two --profile-steps."""
         first, last = self.config.profile_range or (None, None)
         if step == first:
             jax.profiler.start_trace(str(self.directory))

@@ -1,4 +1,4 @@
-"""What every class of settings shares: rules beside each field, flags, and messages about them."""
+"""What all settings classes share: a rule for each field, its flag, and the error messages."""
 
 import dataclasses
 import math
@@ -9,25 +9,25 @@ Resume = Literal["refused", "allowed", "per start"]
 
 
 class SettingError(ValueError):
-    """A flag, setting or data set that cannot be used: the message says why and what to do."""
+    """A flag, setting or data set cannot be used. The message says why and what to do."""
 
 
 def setting(
     default: Any, *, least: float | None = None, resume: Resume = "refused", meaning: str = ""
 ) -> Any:
-    """A field of a settings class, with its rules beside it.
+    """A field of a settings class with rules.
 
-    `least` is the smallest allowed number (None as a value is always allowed). `resume` says what
-    happens when a run is resumed with another value: it is refused, as for a plain default; it is
-    allowed, and the log says so with its `meaning`; or the setting belongs to one start of a run
-    and is not compared.
+    `least` is the smallest allowed number (the value None is always allowed). `resume` says what
+    happens when a run is resumed with another value. "refused": an error, as for a field without
+    rules. "allowed": the log shows the change, and `meaning` if given. "per start": the setting
+    belongs to one start of the run, so its values are not compared.
     """
     rules = {"least": least, "resume": resume, "meaning": meaning}
     return dataclasses.field(default=default, metadata=rules)
 
 
 def check_minima(config: Any) -> None:
-    """Raise SettingError for the first number below its minimum, or one that is not finite."""
+    """Raise SettingError for the first number that is below its `least` or not finite."""
     for name, field, value in fields_of(config):
         least = field.metadata.get("least")
         if least is not None and value is not None:
@@ -46,7 +46,7 @@ def flag(name: str) -> str:
 
 
 def fields_of(config: Any, prefix: str = "") -> Generator[tuple[str, dataclasses.Field, Any]]:
-    """Each setting as its dotted name, such as 'optimizer.learning_rate', its field and value."""
+    """The dotted name, such as 'optimizer.learning_rate', the field and the value of each one."""
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
@@ -56,7 +56,7 @@ def fields_of(config: Any, prefix: str = "") -> Generator[tuple[str, dataclasses
 
 
 def build(cls: type, values: dict[str, Any]) -> Any:
-    """A (nested) settings class from JSON; settings that it no longer has are left out."""
+    """A settings class, which may be nested, from JSON. Unknown names in the JSON are ignored."""
     fields = {}
     for field in dataclasses.fields(cls):
         if field.name in values:

@@ -1,8 +1,9 @@
-"""What people see of a run on their terminal, where it must never fail for being shown."""
+"""What a run shows on the terminal. A terminal that fails must never make the run fail."""
 
 import contextlib
 import io
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -14,24 +15,25 @@ log = logging.getLogger(__package__.partition(".")[0])
 
 Item = TypeVar("Item")
 
-SOON, AGAIN = 2, 30  # seconds until a bar appears; between two lines where there is no terminal
+BAR_DELAY = 2  # seconds until a progress bar appears
+LINE_INTERVAL = 30  # seconds between two log lines about progress where there is no terminal
 
 shows_progress = True
-"""False with --quiet, and in all processes but the first."""
+"""False with --quiet, and in all processes but process 0."""
 
 
 class Screen:
-    """A stream to the terminal that shows what it can and never raises.
+    """A stream to the terminal that never raises.
 
-    A character that the terminal does not have is shown by its number. A terminal that went away,
-    as with a lost ssh connection, shows nothing.
+    A character that the terminal cannot encode is shown as an escape such as \\u2713. Once the
+    terminal is gone, as after a lost ssh connection, nothing is shown.
     """
 
     def __init__(self, stream: TextIO | None):
-        self.stream = stream or io.StringIO()  # None: it was closed before Python started
+        self.stream = stream or io.StringIO()  # None: closed before Python started
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
             try:
                 self.stream.write(text)
             except UnicodeEncodeError:
@@ -52,25 +54,39 @@ class Screen:
         return getattr(self.stream, name)
 
 
+def reserve_stdout() -> None:
+    """Keep stdout for what Python prints: what native libraries print there goes to stderr.
+
+    Gloo, for example, prints a line when processes connect.
+    """
+    if sys.stdout:
+        with contextlib.suppress(OSError):  # one of the two is closed
+            own = os.dup(sys.stdout.fileno())
+            os.dup2(2, 1)
+            encoding, errors = sys.stdout.encoding, sys.stdout.errors
+            sys.stdout = open(own, "w", encoding=encoding, errors=errors)  # noqa: SIM115
+
+
 def create_bar(total: int, what: str, **options: Any) -> tqdm:
-    """A progress bar, on a terminal only. It is taken away when it is closed."""
+    """A progress bar, shown on a terminal only. It disappears when it is closed."""
     screen = Screen(sys.stderr)
     hidden = not shows_progress or not screen.isatty()
     return tqdm(total=total, desc=what, leave=False, file=screen, disable=hidden, **options)
 
 
 def track(items: Iterable[Item], total: int, what: str, unit: str) -> Iterator[Item]:
-    """Yield the items, and show how many of `total` are done when it takes over 2 seconds.
+    """Yield the items, and show how many of `total` are done.
 
-    On a terminal this is a progress bar with an estimate, elsewhere a log line every 30 seconds.
+    On a terminal this is a progress bar with an estimate, which appears after 2 seconds. Elsewhere
+    it is a log line every 30 seconds.
     """
-    began = said = time.monotonic()
-    with create_bar(total, what, unit=unit, delay=SOON) as bar:
+    began = last_line = time.monotonic()
+    with create_bar(total, what, unit=unit, delay=BAR_DELAY) as bar:
         for done, item in enumerate(items, 1):
             yield item
             bar.update()
             now = time.monotonic()
-            if bar.disable and shows_progress and now > said + AGAIN:
-                said = now
+            if bar.disable and shows_progress and now > last_line + LINE_INTERVAL:
+                last_line = now
                 left = (now - began) / done * (total - done)
                 log.info("%s: %d of %d %s, %.0f s left", what, done, total, unit, left)

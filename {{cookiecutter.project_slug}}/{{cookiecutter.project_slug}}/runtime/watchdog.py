@@ -1,4 +1,4 @@
-"""A thread beside the run: it says what a wait is for, and ends a run in which nothing moves."""
+"""A thread beside the run: it logs what a long wait is for, and ends a run that is stuck."""
 
 import contextlib
 import faulthandler
@@ -14,18 +14,20 @@ from .stop import EXIT_CODES
 
 log = logging.getLogger(__package__.partition(".")[0])
 
-TICK, BEAT = 0.5, 10.0  # seconds between two looks, and between two signs of life
-SOON = 2.0  # seconds of a wait until the user is told what it is for
-SLACK = 10  # how many times longer than a step everything else may take
-LAST_WORDS = 10.0  # seconds for what is written at the end, to a disk that may hang as well
+TICK = 0.5  # seconds between two looks of the thread
+HEARTBEAT = 10.0  # seconds between two calls of `beat`
+LONG_WAIT = 2.0  # seconds after which the log says what a wait is for
+PATIENCE = 10  # how many times --stall-timeout everything but a training step may take
+LAST_WRITE = 10.0  # seconds to write down why a run ends, on a disk that may hang as well
 
 
 class Watchdog:
-    """Looks after a run from its start to its end, however that comes.
+    """Watches a run from its start to its end, whatever ends it.
 
-    `limit` is --stall-timeout in seconds. `abandon` is told why the run ends when it has stalled,
-    and `beat` is called every 10 seconds as long as the process lives. Native code that waits
-    without releasing Python's lock also stops this thread: such a hang is not noticed.
+    `limit` is --stall-timeout in seconds (0 = never end the run). When the run has stalled,
+    `abandon` is called with the reason and the process ends. `beat` is called every 10 seconds.
+    Native code that waits without releasing Python's interpreter lock also stops this thread: such
+    a hang is not noticed.
     """
 
     def __init__(self, limit: float):
@@ -34,10 +36,11 @@ class Watchdog:
         self.beat: Callable[[], None] = lambda: None
         self.wait: str | None = None
         self.failed_in: str | None = None
-        """The wait that an exception ended."""
+        """The wait in which an exception was raised."""
         self.moves = 0
+        """Grows whenever a step, a batch or a wait is finished."""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -45,16 +48,16 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
-        self._thread.join(LAST_WORDS)
+        self._thread.join(LAST_WRITE)
 
     def moved(self) -> bool:
-        """Note that a step, or a batch of an evaluation, was finished. True: go on."""
+        """Take note that a step or a batch was finished. Returns True, as keep_going() must."""
         self.moves += 1
         return True
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Generator[None]:
-        """Everything inside is one wait, which has a name and may take longer than a step."""
+        """Everything inside is one wait with this name; it may take longer than a step."""
         outer, self.wait = self.wait, what
         self.moves += 1
         try:
@@ -66,39 +69,42 @@ class Watchdog:
             self.wait = outer
             self.moves += 1
 
-    def _look(self) -> None:
-        """Count the seconds since something moved last. A pause of the machine is no stall."""
-        moves, idle, said, beaten = self.moves, 0.0, SOON, 0.0
+    def _watch(self) -> None:
+        """Count the seconds since the last move, and act on them. Runs in the thread."""
+        moves, idle, next_line, last_beat = self.moves, 0.0, LONG_WAIT, 0.0
         last = time.monotonic()
         while not self._closed.wait(TICK):
             now = time.monotonic()
-            # After SIGSTOP, or with the lid closed, the clock has gone on and the run has not.
+            # A pause of the machine is no stall: after SIGSTOP, or with the lid of a laptop closed,
+            # the clock has gone on and the run has not.
             idle += min(now - last, 2 * TICK)
             last = now
             if moves != self.moves:
-                moves, idle, said = self.moves, 0.0, SOON
+                moves, idle, next_line = self.moves, 0.0, LONG_WAIT
             what = self.wait
-            if what and idle >= said:
-                log.info("%s ...%s", what, f" ({idle:.0f} s)" if said > SOON else "")
-                said = max(15.0, 2 * said)
-            if now > beaten + BEAT:
-                beaten = now
+            if what and idle >= next_line:
+                log.info("%s ...%s", what, f" ({idle:.0f} s)" if next_line > LONG_WAIT else "")
+                next_line = max(15.0, 2 * next_line)
+            if now > last_beat + HEARTBEAT:
+                last_beat = now
                 with contextlib.suppress(OSError):
                     self.beat()
-            if self.limit and idle > self.limit * (SLACK if what else 1):
+            allowed = self.limit * (PATIENCE if what else 1)
+            if self.limit and idle > allowed:
                 self._end(what or "training", idle)
 
     def _end(self, what: str, idle: float) -> None:
-        """Show every thread's stack, write down why the run ends, and end it."""
+        """Print the stacks of all threads, write down why the run ends, and end the process."""
         reason = f"stalled: nothing was finished for {idle:.0f} s (--stall-timeout) in: {what}"
-        with contextlib.suppress(Exception):  # no stderr
+        with contextlib.suppress(Exception):  # there may be no stderr
             faulthandler.dump_traceback(sys.__stderr__)
         writer = threading.Thread(target=self._write, args=(reason,), daemon=True)
         writer.start()
-        writer.join(LAST_WORDS)
+        writer.join(LAST_WRITE)
         os._exit(EXIT_CODES["failed"])
 
     def _write(self, reason: str) -> None:
+        """Write the stacks and the reason to train.log, and the reason to result.json."""
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
             file.seek(0)

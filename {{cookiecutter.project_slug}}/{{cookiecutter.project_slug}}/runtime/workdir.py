@@ -1,4 +1,4 @@
-"""The run directory: where it is, who trains there, and what stays of a start that fails."""
+"""The run directory: find or create it, own it, and leave no trace of a start that is refused."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ import jax
 from ..config import Config
 from . import logs, processes
 from .failures import OutOfMemory, explained
-from .manifest import CIRCUMSTANCES, OVER, compare, read_json, read_manifest, write_json
+from .manifest import FINISHED, REPEATED, compare, read_json, read_manifest, write_json
 from .owner import Owner
 from .settings import SettingError
 from .watchdog import Watchdog
@@ -27,54 +27,60 @@ log = logging.getLogger(__package__.partition(".")[0])
 
 
 class Run:
-    """The directory of a run, while this process trains there."""
+    """A run directory that this process owns, and the contents of its JSON files.
+
+    `manifest` describes this start of the run and `earlier` the last one, if there was one.
+    `is_over` says that nothing is left to train. `began` is the monotonic time of the start.
+    """
 
     def __init__(self, path: Path, config: Config, manifest: dict[str, Any], began: float):
         self.path, self.manifest, self.began = path, manifest, began
-        self.is_default = config.workdir is None
+        self.has_default_path = config.workdir is None
         self.config = dataclasses.replace(config, workdir=os.fspath(path))
         manifest["settings"]["workdir"] = os.fspath(path)
         self.earlier = read_manifest(path)
         self.result = read_json(path / "result.json", "status", "step")
         self.changes, self.is_over = compare(path, self.earlier, self.result, manifest, self.config)
         self.summary: Callable[[], dict[str, Any]] = dict
-        """What else belongs into result.json; called at the end."""
+        """Returns what else belongs into result.json. end() calls it."""
         self.is_accepted = self.has_begun = False
 
     def accept(self) -> None:
-        """Nothing is wrong with the settings: from here on this start leaves traces."""
+        """The settings are valid: from now on this start writes to the run directory."""
         self.is_accepted = True
         logs.open_log(self.path)
 
     def begin(self) -> None:
-        """Training begins: note with what, forget the end of an earlier start."""
+        """Training begins: write config.json and delete the result of an earlier start."""
         self.has_begun = True
-        place = self.config.data.path
-        beside = os.path.relpath(os.path.expanduser(place), self.path) if place else None
+        data_path = self.config.data.path
+        relative = os.path.relpath(os.path.expanduser(data_path), self.path) if data_path else None
         now = datetime.datetime.now().isoformat(" ", "seconds")
-        notes = {"data_beside_run": beside, "began": now}
+        # The relative path finds the data again when it has been moved together with the run.
+        notes = {"data_beside_run": relative, "began": now}
         write_json(self.path / "config.json", self.manifest | notes)
         if jax.process_index() == 0:
             (self.path / "result.json").unlink(missing_ok=True)
-            if self.is_default:
+            if self.has_default_path:
                 point_latest(self.path)
 
     def end(self, status: str, reason: str, **more: Any) -> None:
-        """Write result.json."""
+        """Write result.json. Raises OSError if that fails."""
         result = {"status": status, "reason": reason} | self.summary() | more
-        result |= {name: self.manifest[name] for name in CIRCUMSTANCES}
+        result |= {name: self.manifest[name] for name in REPEATED}
         result["seconds"] = time.monotonic() - self.began
         write_json(self.path / "result.json", result)
         self.result = result
 
     def abandon(self, reason: str, error: BaseException | None = None) -> None:
-        """Write down why this start ends before its time, as far as that is still possible."""
+        """Log why this start failed, and write that to result.json if the disk allows it."""
         if not self.is_accepted:
             self.accept()
         is_explained = isinstance(error, (OutOfMemory, SettingError, type(None)))
         log.error("%s", reason, exc_info=None if is_explained else error, extra=logs.FILE_ONLY)
-        if self.result and self.result["status"] in OVER and not self.has_begun:
-            return  # of a run that is complete the result still holds
+        was_finished = self.result and self.result["status"] in FINISHED
+        if was_finished and not self.has_begun:
+            return  # the result of the finished run is still true: this start has changed nothing
         try:
             self.end("failed", reason)
         except OSError as problem:
@@ -85,14 +91,15 @@ class Run:
 def open_run(
     config: Config, manifest: dict[str, Any], watchdog: Watchdog, began: float
 ) -> Generator[Run]:
-    """Own the run directory of this configuration while a run goes on in it.
+    """Find or create the run directory of this configuration, and own it inside the `with` block.
 
-    Raises SettingError if the directory cannot be used, or is of a run that differs from what this
-    `manifest` describes. A start that is refused, here or inside, leaves everything as it was.
+    Raises SettingError if the directory cannot be used, or if the run in it differs from what
+    `manifest` describes. If a SettingError ends the start before run.accept(), the directory is
+    left as it was.
     """
     with contextlib.ExitStack() as closing:
         closing.callback(logs.end_logging)
-        path, made = claim(config.workdir, watchdog, closing)
+        path, created = claim(config.workdir, watchdog, closing)
         run = Run(path, config, manifest, began)
         watchdog.abandon = run.abandon
         try:
@@ -104,56 +111,58 @@ def open_run(
             raise
         finally:
             if run.is_accepted:
-                made.clear()
+                created.clear()
 
 
 def claim(
     name: str | None, watchdog: Watchdog, closing: contextlib.ExitStack
 ) -> tuple[Path, list[Path]]:
-    """The run directory, made and owned by process 0 and the same in every process.
+    """The run directory in every process, after process 0 has created it and become its owner.
 
-    When `closing` ends, it is owned no more, and the directories that are still in the returned
-    list are removed: they were made for it.
+    The second value is the list of directories that were created. When `closing` ends, this process
+    gives up the ownership and removes those that are still in the list. Raises SettingError if the
+    directory cannot be written, has another owner, or is not seen by all processes.
     """
-    made: list[Path] = []
-    with contextlib.ExitStack() as seen:
-        token = ""
+    created: list[Path] = []
+    with contextlib.ExitStack() as until_seen:
+        token = ""  # a file that process 0 creates and every process must then see
         with processes.failing_together():
             if jax.process_index() == 0:
-                closing.callback(remove, made)
+                closing.callback(remove, created)
                 try:
-                    path = find_run(name) if name else new_run(made)
-                    make(path / "checkpoints", made)
+                    path = find_run(name) if name else new_run(created)
+                    create(path / "checkpoints", created)
                     owner = Owner(path)
                     owner.take()
                     closing.callback(owner.release)
                     watchdog.beat = owner.beat
-                    # A directory that cannot be written would else be noticed much later.
+                    # Try a write now: the first checkpoint may come hours later.
                     tempfile.TemporaryFile(dir=path / "checkpoints").close()
-                    token = seen.enter_context(
+                    token = until_seen.enter_context(
                         tempfile.NamedTemporaryFile(dir=path, prefix=".shared-")
                     ).name
                 except OSError as error:
                     where = f"--workdir {name}" if name else os.path.abspath("runs")
                     raise SettingError(
-                        f"{where}: the run directory cannot be made or written ({error}). Make it "
-                        f"writable, or give another --workdir"
+                        f"{where}: the run directory cannot be created or written ({error}). Make "
+                        f"it writable, or give another --workdir"
                     ) from error
         token = processes.gather(token)[0]
         with processes.failing_together():
             if not os.path.exists(token):
                 raise SettingError(
-                    f"--workdir {os.path.dirname(token)}: does not see what process 0 wrote there: "
-                    f"use a file system that all processes share"
+                    f"--workdir {os.path.dirname(token)}: this process does not see the file that "
+                    f"process 0 wrote there: use a file system that all processes share"
                 )
-    return Path(token).parent, made
+    return Path(token).parent, created
 
 
 def find_run(name: str) -> Path:
-    """The absolute directory of a run.
+    """The absolute path of a run directory, which need not exist, with links resolved.
 
-    runs/latest is a link to the run that began last. Where it leads to no checkpoint, the newest
-    run that has one is meant. Raises SettingError if there is none.
+    runs/latest is a link to the run that started to train last. If that run has no checkpoint, and
+    was not preempted before its first one, the newest run with a checkpoint is used in its place.
+    Raises SettingError if there is no such run, and for the address of a bucket.
     """
     if "://" in name:
         raise SettingError(
@@ -168,16 +177,19 @@ def find_run(name: str) -> Path:
     runs = [run for run in path.parent.glob("*") if not run.is_symlink() and has_checkpoint(run)]
     if not runs:
         raise SettingError(
-            f"{path}: there is no run to go on from, as no directory in {path.parent} has a "
-            f"checkpoint: train a new one first"
+            f"{path}: there is no run to use, because no directory in {path.parent} has a "
+            f"checkpoint: train a new run first"
         )
 
-    def age(run):
+    def start_time(run):
         began = (read_json(run / "config.json") or {}).get("began", "")
         return began, run.name != "latest", run.name
 
-    newest = max(runs, key=age)
-    log.warning("%s leads to no run with a checkpoint: the newest that has one is %s", path, newest)
+    newest = max(runs, key=start_time)
+    log.warning(
+        "%s does not lead to a run with a checkpoint: using %s, the newest run that has one",
+        *(path, newest),
+    )
     return newest
 
 
@@ -191,22 +203,22 @@ def has_checkpoint(run: Path) -> bool:
     return any(os.path.basename(name).isdigit() for name in saved)
 
 
-def new_run(made: list[Path]) -> Path:
-    """Make runs/<date-time>, under a name of its own."""
+def new_run(created: list[Path]) -> Path:
+    """Create runs/<date-time>, with a number after it if another run has that name."""
     runs = Path("runs").resolve()
-    make(runs, made)
+    create(runs, created)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
         path = runs / (stamp + suffix)
         with contextlib.suppress(FileExistsError):
             path.mkdir()
-            made.append(path)
+            created.append(path)
             return path
     raise FileExistsError(f"{runs}/{stamp} and 999 more")
 
 
 def point_latest(path: Path) -> None:
-    """Let runs/latest lead to this run, if that can be: no failure of it stops a run."""
+    """Make runs/latest a link to this run. A failure is only a warning: the run can go on."""
     link = path.parent / f".latest-{os.getpid()}"
     try:
         link.symlink_to(path.name)
@@ -215,26 +227,26 @@ def point_latest(path: Path) -> None:
         with contextlib.suppress(OSError):
             link.unlink()
         log.warning(
-            "%s/latest does not lead to this run (%s). Is it a directory, as copying makes of a "
-            "link? Then give it a name of its own",
+            "%s/latest could not be made a link to this run (%s). If it is a directory, as some "
+            "ways of copying make of a link, rename it",
             *(path.parent, error.strerror),
         )
 
 
-def make(path: Path, made: list[Path]) -> None:
-    """Make a directory and those above it; add them to the list, the outermost first."""
+def create(path: Path, created: list[Path]) -> None:
+    """Create a directory and its missing parents; add them to the list, the outermost first."""
     missing = []
     for folder in (path, *path.parents):
         if folder.exists():
             break
         missing.append(folder)
     path.mkdir(parents=True, exist_ok=True)
-    made.extend(reversed(missing))
+    created.extend(reversed(missing))
 
 
-def remove(made: list[Path]) -> None:
-    """Remove the directories that a refused start has made."""
-    for folder in reversed(made):
+def remove(created: list[Path]) -> None:
+    """Remove the directories that a refused start has created."""
+    for folder in reversed(created):
         with contextlib.suppress(OSError):
             if folder.name == "checkpoints":
                 shutil.rmtree(folder)

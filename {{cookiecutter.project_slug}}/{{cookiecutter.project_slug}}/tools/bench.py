@@ -1,4 +1,4 @@
-"""Time the loop against its bare step: python -m <package>.bench takes the flags of train."""
+"""Time the training loop against its bare step: python -m <package>.tools.bench [train flags]."""
 
 import contextlib
 import dataclasses
@@ -22,43 +22,49 @@ from ..runtime import command_line, processes
 from ..runtime.manifest import versions
 from ..train_step import compile_train_step
 
-WARM_UP, LEAST_STEPS, LEAST_ROUNDS = 20, 3, 15
-ROUND, TOTAL = 0.25, 60  # seconds, about
+WARM_UP_STEPS = 20
+MIN_STEPS = 3  # in a round
+MIN_ROUNDS = 15
+ROUND_TIME = 0.25  # seconds, about
+TOTAL_TIME = 60  # seconds, about
 
 
 class Finished(Exception):
-    """All rounds were timed."""
+    """All rounds are timed: the training can end."""
 
 
 class Stopwatch:
-    """A compiled train step that times the loop calling it, and itself in between.
+    """A compiled train step that measures the loop which calls it, and the bare step.
 
-    After each round of the loop it runs as many steps on its own: on a copy of the state, with
-    batches that are on the devices already, and nothing else to do. The two are thus measured side
-    by side, whatever else the machine is doing.
+    After each round of the loop it runs as many bare steps: on a copy of the state, with batches
+    that are already on the devices, and without logging. Loop and bare step alternate, so that
+    other load on the machine slows down both.
     """
 
     def __init__(self, step: Callable, fresh_totals: Callable):
         self.compiled, self.fresh_totals = step, fresh_totals
         self.batches: list = []
-        self.calls, self.steps, self.rounds, self.began = 0, WARM_UP, 0, 0.0
+        self.calls, self.steps, self.rounds, self.began = 0, WARM_UP_STEPS, 0, 0.0
         self.loop_ms: list[float] = []
         self.bare_ms: list[float] = []
 
     def __call__(self, state, totals, batch):
         if len(self.batches) < 4:
             self.batches.append(jax.tree.map(jnp.asarray, batch))
-        state, totals, guard = self.compiled(state, totals, batch)
+        state, totals, status = self.compiled(state, totals, batch)
         self.calls += 1
         if self.calls == self.steps:
             jax.block_until_ready(state)
             self.end_round(state)
-        return state, totals, guard
+        return state, totals, status
 
     def end_round(self, state) -> None:
-        """Note the time of the loop, take that of the bare step, begin the next round."""
+        """Note the time of the loop, time the bare step and begin the next round.
+
+        Raises Finished after the last round.
+        """
         elapsed = time.perf_counter() - self.began
-        if self.began:  # else it was the warm-up
+        if self.began:  # the warm-up, which comes first, does not count
             self.loop_ms.append(1000 * elapsed / self.steps)
         self.bare_ms.append(self.time_bare_steps(state))
         if not self.began:
@@ -68,16 +74,17 @@ class Stopwatch:
         self.calls, self.began = 0, time.perf_counter()
 
     def plan(self) -> None:
-        """Choose the number of rounds and of the steps in each, the same in all processes."""
+        """Choose the number of rounds and the steps in each, the same in all processes."""
         seconds = self.bare_ms[0] / 1000
-        steps = max(round(ROUND / seconds), LEAST_STEPS)
-        rounds = max(round(TOTAL / (2 * steps * seconds)), LEAST_ROUNDS)
+        steps = max(round(ROUND_TIME / seconds), MIN_STEPS)
+        rounds = max(round(TOTAL_TIME / (2 * steps * seconds)), MIN_ROUNDS)
         plan = multihost_utils.broadcast_one_to_all(np.array([steps, rounds], np.int32))
         self.steps, self.rounds = map(int, plan)
 
     def time_bare_steps(self, state) -> float:
-        """Milliseconds that a step takes on its own."""
-        state, totals = jax.block_until_ready((jax.tree.map(jnp.copy, state), self.fresh_totals()))
+        """Milliseconds of one bare step."""
+        copied = jax.tree.map(jnp.copy, state)
+        state, totals = jax.block_until_ready((copied, self.fresh_totals()))
         began = time.perf_counter()
         for i in range(self.steps):
             state, totals, _ = self.compiled(state, totals, self.batches[i % len(self.batches)])
@@ -88,9 +95,10 @@ class Stopwatch:
 def main(config: Config) -> dict[str, Any]:
     """Train with these settings until all rounds are timed, and return the times in ms.
 
-    `ratio` is the time of a step in the loop over that of the bare step right before and after, the
-    median of the rounds: what metrics, logging and the input cost. A checkpoint falls into few
-    rounds and hardly counts; evaluation is left out.
+    `ratio` is the median, over the rounds, of the time of a step in the loop divided by the time of
+    the bare steps right before and after. It shows what metrics, logging and input pipeline cost.
+    Checkpoints fall into few rounds and hardly count; evaluation is off. Raises what train.main
+    raises.
     """
     watches: list[Stopwatch] = []
 
@@ -132,7 +140,8 @@ def cli() -> int:
 
 
 def run() -> int:
-    with contextlib.redirect_stdout(sys.stderr):  # the log: only the result is for stdout
+    """Measure and print the result as one JSON object; return the exit code."""
+    with contextlib.redirect_stdout(sys.stderr):  # log lines: stdout is for the result only
         result = main(command_line.parse_settings(sys.argv[1:]))
     if jax.process_index() == 0:
         print(json.dumps(result))

@@ -63,7 +63,7 @@ def of_evaluation(config: Config, rows: dict[str, int | None]) -> list[str]:
     if every > total:
         lines.append(
             f"the only evaluation is at the last step: --eval-every is {every}, by default "
-            "one epoch"
+            + ("1000 for a stream" if rows["train"] is None else "one epoch")
         )
     needed = every * (config.early_stopping_patience + 1)
     if config.early_stopping_patience and needed > total:

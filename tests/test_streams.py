@@ -1,8 +1,11 @@
 """A source without random access: a split that has batches(start_step) in place of rows."""
 
 import json
+import re
 import socket
+from dataclasses import dataclass
 
+import bake
 import numpy as np
 import pytest
 from children import (
@@ -203,6 +206,35 @@ def test_a_stream_is_evaluated_to_its_end_or_for_so_many_batches(server, tmp_pat
         words = ["--workdir", str(tmp_path / "run"), "--json", *more]
         text = server.start(evaluate_with, options, *words).ends_with(0)
         assert json.loads(text.splitlines()[-1])["num_examples"] == count
+
+
+def adapted(get, code):
+    """Hook: each split is the class of the README over a list, as of Hugging Face or torch."""
+    names = {"np": np, "dataclass": dataclass, "Any": object}
+    exec(code, names)
+    data = get("data")
+    load = data.load
+
+    def load_adapted(config):
+        dataset = load(config)
+        for name in ("train", "validation", "test"):
+            split = getattr(dataset, name)
+            batch = without(split.rows(np.arange(len(split))), "mask")
+            rows = [{key: x[i] for key, x in batch.items()} for i in range(len(split))]
+            dataset = dataset._replace(**{name: names["Split"](rows)})
+        return dataset
+
+    data.load = load_adapted
+
+
+def test_the_adapter_of_the_readme_gives_the_rows_of_any_data_set_with_a_length(server, tmp_path):
+    readme = (bake.ROOT / "{{cookiecutter.project_slug}}/README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    words = flags(server, IMAGES)
+    server.start(train_with, {}, *words, "--workdir", tmp_path / "rows").ends_with(0)
+    hooks = {"adapted": code}
+    server.start(train_with, hooks, *words, "--workdir", tmp_path / "run").ends_with(0)
+    assert state_of(server, tmp_path / "rows") == state_of(server, tmp_path / "run")
 
 
 def processes(server, count, words, hooks):

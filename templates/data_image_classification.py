@@ -22,8 +22,8 @@ GROUPS = {"content": "their names", "unit": "group"}
 class Split:
     """Images uint8 or float32 [rows, height, width, channels] and labels int32 [rows].
 
-    All splits share one array of images. `numbers` int64 [rows] are the rows of this one (default:
-    all of them).
+    One of the two kinds of split that batches.py describes: Rows. All splits share one array of
+    images, and `numbers` int64 [rows] are the rows of this one (default: all of them).
     """
 
     class_weights: np.ndarray | None = None
@@ -71,6 +71,8 @@ class Split:
 
 
 class Data(NamedTuple):
+    """What load() returns: a DataSet as batches.py describes it."""
+
     train: Split
     validation: Split
     test: Split

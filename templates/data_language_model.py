@@ -18,7 +18,10 @@ RULE = (
 
 
 class Split:
-    """Texts uint8 [bytes], each in windows of `context` bytes to predict. A row is a window."""
+    """Texts uint8 [bytes], each in windows of `context` bytes to predict. A row is a window.
+
+    One of the two kinds of split that batches.py describes: Rows.
+    """
 
     def __init__(self, texts: list[np.ndarray], context: int):
         self.texts, self.context = texts, context
@@ -62,6 +65,8 @@ class Split:
 
 
 class Data(NamedTuple):
+    """What load() returns: a DataSet as batches.py describes it."""
+
     train: Split
     validation: Split
     test: Split

@@ -51,7 +51,8 @@ class Config:
     total_steps: int | None = setting(None, least=1, resume="allowed")
     """Length of the run in steps, one global batch each (default 600, unless --epochs)."""
     epochs: float | None = None
-    """Length of the run in passes over the training data, instead of --total-steps."""
+    """Length of the run in passes over the training data, instead of --total-steps; not for a
+    stream, whose length is not known."""
     batch_size: int = setting(32, least=1)
     """Rows in the global batch, over all devices and processes."""
     seed: int = setting(0, least=0)
@@ -59,7 +60,7 @@ class Config:
     log_every: int = setting(100, least=1, resume="allowed")
     """Steps between two log lines."""
     eval_every: int | None = setting(None, least=0, resume="allowed")
-    """Steps between two evaluations (0 = off; default: one epoch)."""
+    """Steps between two evaluations (0 = off; default: one epoch, and 1000 for a stream)."""
     eval_batches: int = setting(0, least=0)
     """Batches that an evaluation scores, spread evenly over the split (0 = all of it)."""
     checkpoint_every: int = setting(1000, least=0, resume="allowed")
@@ -118,15 +119,21 @@ class Config:
         return int(first), int(last)
 
 
-def resolve(config: Config, rows: int) -> Config:
+def resolve(config: Config, rows: int | None) -> Config:
     """Fill in the settings whose defaults depend on other settings or on the training rows.
 
-    Raises SettingError if there are too few rows for one batch.
+    `rows` is None for a stream, whose length is not known. Raises SettingError if there are
+    too few rows for one batch.
     """
-    steps_per_epoch = rows // config.batch_size
+    steps_per_epoch = 1000 if rows is None else rows // config.batch_size
     if steps_per_epoch == 0:
         raise SettingError(
             f"--batch-size {config.batch_size}: must be at most {rows}, the rows of training data"
+        )
+    if rows is None and config.epochs is not None:
+        raise SettingError(
+            f"--epochs {config.epochs:g}: the training data is a stream, whose length is not "
+            f"known: give --total-steps"
         )
     total = config.total_steps
     if total is None:

@@ -45,7 +45,7 @@ def evaluate(
     parts = []
     count = batches.count_eval_batches(split, config)
     with contextlib.closing(batches.eval_batches(split, config, sharding)) as stream:
-        for batch in terminal.track(stream, count, name, "batches"):
+        for batch in terminal.track(stream, count, name, "batches") if count else stream:
             if not keep_going():
                 return None
             parts.append(score_batch(state, batch))

@@ -50,10 +50,11 @@ def main(config: Config, compile_step: Callable = compile_train_step) -> dict[st
         logs.show(config.quiet)
         with watchdog.waiting_for("reading the data"), processes.failing_together():
             dataset = data.load(config)
-            config = resolve(config, len(dataset.train))
+            config = resolve(config, batches.count_rows(dataset.train))
             device_mesh = mesh.create_mesh(
                 config.mesh, config.batch_size, config.accumulation_steps
             )
+            dataset = batches.opened(dataset, config)
         known = manifest.describe(
             config,
             batches.describe(dataset),
@@ -89,7 +90,8 @@ def train(
                 state = state.start_from(restore_params(Path(config.init_from), state.params))
         introduce(run, dataset, state)
         progress.extend(config.total_steps)
-        steps_per_epoch = len(dataset.train) // config.batch_size
+        rows = batches.count_rows(dataset.train)
+        steps_per_epoch = rows and rows // config.batch_size
         recorder = Recorder(config, progress, state, task.report, steps_per_epoch, watchdog)
         closing.callback(recorder.close)
         run.summary = recorder.summary
@@ -190,6 +192,7 @@ def introduce(run: Run, dataset: data.Data, state: train_state.TrainState) -> No
     if state.model_state.get("batch_stats"):
         warnings += advice.of_batch_norm(config)
     if run.earlier and step:
+        warnings += batches.doubts_on_resume(dataset.train, step)
         warnings += advice.of_resuming(
             config,
             run.earlier["settings"],

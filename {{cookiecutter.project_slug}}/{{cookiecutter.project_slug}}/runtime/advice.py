@@ -64,8 +64,9 @@ def of_evaluation(config: Config, rows: dict[str, int | None]) -> list[str]:
     lines, total, every = [], config.total_steps, config.eval_every
     if every > total:
         lines.append(
-            f"the only evaluation is at the last step: --eval-every is {every} (default: one "
-            f"epoch), and the run has {counted(total, 'step')}"
+            f"the only evaluation is at the last step: --eval-every is {every} (default: "
+            + ("1000 for a stream" if rows["train"] is None else "one epoch")
+            + f"), and the run has {counted(total, 'step')}"
         )
     needed = every * (config.early_stopping_patience + 1)
     if config.early_stopping_patience and needed > total:
@@ -157,7 +158,8 @@ def of_resuming(
     lines = []
     if config.init_from and config.init_from != earlier.get("init_from"):
         lines.append(
-            f"--init-from {config.init_from} is not read: the run continues from its own step {start}"
+            f"--init-from {config.init_from} is not read: the run continues from its own step "
+            f"{start}"
         )
     before, after = rate(earlier["total_steps"]), rate(config.total_steps)
     if after > 1.01 * before:

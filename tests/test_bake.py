@@ -24,7 +24,8 @@ PACKAGE_FILES = """
     train_step
     runtime/__init__ runtime/accelerators runtime/advice runtime/checkpoint runtime/command_line
     runtime/devices runtime/digests runtime/events runtime/failures runtime/functional
-    runtime/init_from runtime/logs runtime/manifest runtime/owner runtime/pace runtime/processes
+    runtime/init_from runtime/logs runtime/manifest runtime/order runtime/owner runtime/pace
+    runtime/processes runtime/splits runtime/streams
     runtime/progress runtime/recorder runtime/settings runtime/startup runtime/stop
     runtime/terminal runtime/watchdog runtime/workdir
     tools/__init__ tools/bench tools/check_flags

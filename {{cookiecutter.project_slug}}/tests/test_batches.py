@@ -37,7 +37,7 @@ def test_rows_left_over_change_from_epoch_to_epoch(module):
 
 def orders(module, rows, count):
     """The orders of `count` epochs of different seeds."""
-    order = module("batches").order.__wrapped__  # not kept
+    order = module("runtime.order").order.__wrapped__  # not kept
     return np.array([order(0, rows, rows, seed, seed % 5) for seed in range(count)])
 
 
@@ -100,7 +100,7 @@ def test_places_and_neighbours_are_as_of_a_random_order(module, rows):
 
 
 def test_epochs_and_seeds_that_follow_each_other_are_independent(module):
-    order = module("batches").order
+    order = module("runtime.order").order
     for changed in (lambda i: (0, i), lambda i: (i, 0)):
         ranks = np.array([order(0, 1000, 1000, *changed(i)) for i in range(40)])
         correlation = np.corrcoef(ranks)[~np.eye(40, dtype=bool)]
@@ -120,15 +120,15 @@ def test_no_number_of_rows_is_too_large(module, rows):
 
 
 def test_no_more_is_computed_or_kept_for_more_rows(module):
-    batches = module("batches")
+    order = module("runtime.order").order
     sizes = []
     for rows in (10**5, 10**12):
-        batches.order.cache_clear()
+        order.cache_clear()
         tracemalloc.start()
         indices(module, range(300), rows, 32)
         sizes.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert batches.order.cache_info().misses == 2  # blocks, of 8192 rows each
+        assert order.cache_info().misses == 2  # blocks, of 8192 rows each
     assert max(sizes) < 2**20
 
 

@@ -18,7 +18,17 @@ import jax
 from . import batches, data, mesh, optimizer, task, train_state
 from .config import Config, check, resolve
 from .evaluate import evaluate
-from .runtime import advice, command_line, devices, logs, manifest, processes, stop
+from .runtime import (
+    advice,
+    command_line,
+    devices,
+    logs,
+    manifest,
+    processes,
+    splits,
+    stop,
+    streams,
+)
 from .runtime.checkpoint import Checkpoints, Damaged, Unreadable
 from .runtime.failures import explained
 from .runtime.init_from import restore_params
@@ -50,14 +60,14 @@ def main(config: Config, compile_step: Callable = compile_train_step) -> dict[st
         logs.show(config.quiet)
         with watchdog.waiting_for("reading the data"), processes.failing_together():
             dataset = data.load(config)
-            config = resolve(config, batches.count_rows(dataset.train))
+            config = resolve(config, splits.count_rows(dataset.train))
             device_mesh = mesh.create_mesh(
                 config.mesh, config.batch_size, config.accumulation_steps
             )
-            dataset = batches.opened(dataset, config)
+            dataset = streams.prepare(dataset, config)
         known = manifest.describe(
             config,
-            batches.describe(dataset),
+            splits.describe(dataset),
             split_rule=dataset.split_rule,
             best_by=task.BEST_METRIC,
         )
@@ -90,7 +100,7 @@ def train(
                 state = state.start_from(restore_params(Path(config.init_from), state.params))
         introduce(run, dataset, state)
         progress.extend(config.total_steps)
-        rows = batches.count_rows(dataset.train)
+        rows = splits.count_rows(dataset.train)
         steps_per_epoch = rows and rows // config.batch_size
         recorder = Recorder(config, progress, state, task.report, steps_per_epoch, watchdog)
         closing.callback(recorder.close)
@@ -180,7 +190,7 @@ def introduce(run: Run, dataset: data.Data, state: train_state.TrainState) -> No
     Raises SettingError for settings that cannot be meant.
     """
     config, step = run.config, int(state.step)
-    rows = batches.describe(dataset)["rows"]
+    rows = splits.describe(dataset)["rows"]
     decayed = optimizer.decayed(state.params)
     final_decay = float(train_state.average_decay(1.0, config.total_steps))
     warnings = [
@@ -192,14 +202,14 @@ def introduce(run: Run, dataset: data.Data, state: train_state.TrainState) -> No
     if state.model_state.get("batch_stats"):
         warnings += advice.of_batch_norm(config)
     if run.earlier and step:
-        warnings += batches.doubts_on_resume(dataset.train, step)
+        warnings += splits.doubts_on_resume(dataset.train, step)
         warnings += advice.of_resuming(
             config,
             run.earlier["settings"],
             step,
             lambda total: float(optimizer.create_schedule(config.optimizer, total)(step)),
         )
-    lines = batches.summary(dataset, config.total_steps, config.batch_size)
+    lines = splits.summary(dataset, config.total_steps, config.batch_size)
     if config.optimizer.weight_decay:
         lines.append(f"weight decay on {len(decayed['decayed'])} arrays named kernel")
     run.manifest["weight_decay_on"] = decayed["decayed"]

@@ -42,7 +42,8 @@ def join() -> None:
     count = int(environ.get("TRAIN_NUM_PROCESSES", "1"))
     if jax.distributed.is_initialized() or not (on_tpu or count > 1):
         return
-    # stop.poll() needs this service, which takes SIGTERM over. Nothing else must: it would go on.
+    # stop.poll() needs this service. A command that never polls must not have it: the service takes
+    # SIGTERM over, so the signal would no longer end the process.
     jax.config.update("jax_enable_preemption_service", stop.is_listening)
     try:
         if on_tpu:

@@ -184,8 +184,8 @@ class Recorder:
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Write metrics to the log and to TensorBoard as <kind>/<metric>."""
         shown = {name: value for name, value in metrics.items() if not name.startswith("num_")}
-        said = {name: x for name, x in shown.items() if x or name != "skipped_steps"}
-        text = "  ".join(f"{name} {value:.4g}" for name, value in said.items())
+        logged = {name: x for name, x in shown.items() if x or name != "skipped_steps"}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in logged.items())
         self.bar.clear()
         bad = [name for name, value in shown.items() if not math.isfinite(value)]
         if bad:

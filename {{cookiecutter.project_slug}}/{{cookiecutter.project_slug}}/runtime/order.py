@@ -13,11 +13,11 @@ def train_indices(step: int, rows: int, batch_size: int, seed: int) -> np.ndarra
     """Rows int64 [batch_size] of the global batch that training consumes at this step.
 
     A pure function: a resumed run needs no position but the step, and the number of processes may
-    change. An epoch is rows // batch_size batches in an order of its own, no row twice; the rows
-    left over differ from epoch to epoch.
+    change. An epoch has rows // batch_size batches, in an order of its own and without any row
+    twice. The rows that are left over differ from epoch to epoch.
     """
     epoch, batch = divmod(step, rows // batch_size)
-    # The batches of a block share the cost of NumPy's calls.
+    # Many batches are computed at once, because calling NumPy costs more than the numbers do.
     size = batch_size * max(BLOCK // batch_size, 1)
     block, place = divmod(batch * batch_size, size)
     last = min((block + 1) * size, rows)
@@ -26,10 +26,10 @@ def train_indices(step: int, rows: int, batch_size: int, seed: int) -> np.ndarra
 
 @functools.lru_cache(maxsize=2)
 def order(first: int, last: int, rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The rows int64 [last - first] at these places in the order of an epoch.
+    """The rows int64 [last - first] at the places from first to last in the order of an epoch.
 
-    Each place is permuted on its own, whatever the number of rows: no epoch begins with a pause,
-    and nothing is kept but the last two blocks.
+    Each place is permuted without the others, so an epoch of any size begins without a pause, and
+    only the last two blocks are kept in memory.
     """
     keys = np.random.Philox(key=[seed, epoch]).random_raw(ROUNDS)
     found = permute(np.arange(first, last, dtype=np.uint64), rows, keys)
@@ -39,12 +39,13 @@ def order(first: int, last: int, rows: int, seed: int, epoch: int) -> np.ndarray
 
 
 def permute(places: np.ndarray, rows: int, keys: np.ndarray) -> np.ndarray:
-    """Each place uint64 below a * b as another one, a * b being `rows` or little more.
+    """A permutation of the places uint64 below a * b, which is `rows` or a little more.
 
-    A Feistel network in mixed radix with cycle walking, by Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains" (CT-RSA 2002), sections 3 and 4: a place is a pair of digits below a
-    and b, and each round adds to one of them a random function of the other. The function, a key
-    and two multiplications, is for good mixing and not for secrecy.
+    The generalised Feistel network of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
+    (CT-RSA 2002). A place is a pair of digits below a and b, and each round adds to one of them a
+    random function of the other. order() permutes again what falls outside of the rows, which the
+    authors call cycle walking. The random function, a key and two multiplications, mixes well and
+    keeps no secret.
     """
     a = math.isqrt(rows - 1) + 1
     sizes = a, -(-rows // a)

@@ -86,7 +86,8 @@ def parts_to_train_on(stream: Any, config: Config, start: int) -> Generator[Batc
 
 def parts_to_score(stream: Any, config: Config) -> Generator[Batch]:
     """This process's part of each batch of an evaluation, filled up with masked rows."""
-    count, first, wanted, size = 0, None, config.eval_batches, part_size(config)
+    size, wanted = part_size(config), config.eval_batches
+    count, first = 0, None
     for part in itertools.islice(stream.batches(0), wanted or None):
         require_form(part, 1, size, f"batch {count} of a stream to evaluate", first)
         missing = size - len(part["mask"])

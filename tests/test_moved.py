@@ -123,7 +123,7 @@ def test_a_resume_without_its_data_names_the_flag_for_its_new_place(server, tmp_
 def test_a_number_of_one_is_singular(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path, total_steps=1, eval_every=0)
     text = server.start(train, *words).ends_with(0)
-    assert "in all; 1 process; jax" in text and "half of the run's 1 step" in text
+    assert "in all; 1 process; jax" in text and "half of the 1 step" in text
     assert "process(es)" not in text
 
 

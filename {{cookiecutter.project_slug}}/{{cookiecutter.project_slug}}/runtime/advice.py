@@ -40,7 +40,7 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
     if config.optimizer.warmup_steps > total // 2:
         lines.append(
             f"--optimizer.warmup-steps {config.optimizer.warmup_steps} is shortened to "
-            f"{total // 2}, half of the run's {counted(total, 'step')}"
+            f"{total // 2}, half of the {counted(total, 'step')}"
         )
     if start < total and total // config.log_every == start // config.log_every:
         lines.append(f"--log-every {config.log_every}: the only log line comes at step {total}")
@@ -48,8 +48,9 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
         lines.append("no checkpoint is saved before the end: a run that is killed has none")
     if rows is not None and config.overfit_batches > rows // config.batch_size:
         lines.append(
-            f"--overfit-batches {config.overfit_batches} is more than an epoch, which has "
-            f"{counted(rows // config.batch_size, 'batch', 'batches')}, so some rows are in several"
+            f"--overfit-batches {config.overfit_batches} is more than the "
+            f"{counted(rows // config.batch_size, 'batch', 'batches')} of an epoch, so some rows "
+            f"are in several of them"
         )
     if config.overfit_batches and getattr(config.model, "dropout_rate", 0):
         lines.append(

@@ -17,7 +17,7 @@ ARGS ?=
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1|/' | \
-	    awk -F'|' '{ printf "%-10s %s\n", $$1, $$2 }'
+	    awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
 
 setup: $(VENV)/.setup ## Install what the other targets need (they do this first)
 

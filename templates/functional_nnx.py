@@ -182,6 +182,6 @@ def require_same_form(name: str, before: Any, after: Any) -> None:
         if old != new:
             raise SettingError(
                 f"the network's collection {name!r} changes its form in a call: {path} was {old} "
-                f"and becomes {new}. Make every variable in __init__, and sow() as nnx.Intermediate "
-                "what is of one call only"
+                f"and becomes {new}. Make every variable in __init__; what is of one call only, "
+                "sow() as nnx.Intermediate"
             )

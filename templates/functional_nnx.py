@@ -1,12 +1,23 @@
-"""What training needs of a network: two pure functions of its variables, made of an NNX module."""
+"""What training needs of a network: two pure functions of its variables, made of a NNX module."""
 
-from collections.abc import Callable
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from .settings import SettingError
+
 Variables = dict[str, Any]
+
+# Names by which a __call__ may ask whether this is training, and the answer if it is.
+MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
+RANDOM = "random"  # the collection of keys and counts in the layers
 
 
 class PureFunctions(NamedTuple):
@@ -14,9 +25,13 @@ class PureFunctions(NamedTuple):
 
     Variables are {"params": ..., and by its name each other collection that the network keeps, such
     as "batch_stats": ...}, pure dictionaries of arrays. init(key) returns new ones.
-    apply(variables, inputs, train, key) returns (outputs, kept, sown): the collections beside the
-    parameters after this call, and what the network has sown, by collection. The key draws dropout
-    and other noise; evaluation needs none.
+    apply(variables, inputs, train=..., key=...) returns (outputs, kept, sown): the collections
+    beside the parameters after this call, which evaluation leaves as they are, and by collection
+    what the network has sown. The key draws dropout and other noise. Without one, as in evaluation,
+    a fixed key does: the same inputs then give the same outputs.
+
+    Inputs are any pytree, the first argument of __call__; outputs are any pytree as well.
+    apply raises SettingError for variables that change their form in a call.
     """
 
     init: Callable[[jax.Array], Variables]
@@ -28,30 +43,145 @@ def pure_functions(build: Callable[..., nnx.Module], inputs: Any) -> PureFunctio
 
     The module is split into its structure, kept here, and pure dictionaries of arrays, which the
     rest of the project sees: passing nnx.State or nnx.jit in the loop costs time at every step.
+    Each type of variable is a collection. Of these nnx.Intermediate is what is sown, and random
+    state is no variable: every call draws it anew from its key.
+    Raises SettingError for what is no module, or one that asks for what it cannot be given.
     """
 
     def create(key):
-        network = build(rngs=nnx.Rngs(key))
-        graph, params, batch_stats = nnx.split(network, nnx.Param, nnx.BatchStat)
-        return graph, {"params": params, "batch_stats": batch_stats}
+        # Dropout draws from a stream of its own: it then changes no parameter that is drawn later.
+        network = build(rngs=nnx.Rngs(key, dropout=jax.random.fold_in(key, 1)))
+        arguments_of(network, nnx.Module, "rngs")
+        nnx.pop(network, nnx.Intermediate)
+        mark_arrays(network)
+        graph, state = nnx.split(network)
+        return graph, by_collection(nnx.to_flat_state(state))
 
     graph, states = nnx.eval_shape(create, jax.random.key(0))
 
     def init(key):
-        return {name: nnx.to_pure_dict(state) for name, state in create(key)[1].items()}
-
-    def merge(variables):
-        filled = []
-        for name, state in states.items():
-            state = jax.tree.map(lambda x: x, state)
-            nnx.replace_by_pure_dict(state, variables[name])
-            filled.append(state)
-        return nnx.merge(graph, *filled)
+        variables = as_dictionaries(create(key)[1])
+        return {"params": {}} | {name: x for name, x in variables.items() if name != RANDOM}
 
     def apply(variables, inputs, *, train, key=None):
-        network = merge(variables)
-        outputs = network(inputs, train=train, rngs=nnx.Rngs(dropout=key) if train else None)
-        batch_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-        return outputs, {"batch_stats": batch_stats}, {}
+        key = jax.random.key(0) if key is None else key
+        # Numbers that the count of draws from the stream "dropout" below does not reach.
+        for_layers, for_others = (jax.random.fold_in(key, 2**32 - i) for i in (1, 2))
+        filled = [
+            draw(state, for_layers) if name == RANDOM else fill(state, variables[name])
+            for name, state in states.items()
+        ]
+        network = nnx.merge(graph, *filled)
+        network.train() if train else network.eval()
+        rngs = nnx.Rngs(for_others, dropout=key)
+        arguments = arguments_of(network, nnx.Module, "rngs")(train, rngs=rngs)
+        outputs, *found = nnx.capture(network, *sown_types(nnx.Intermediate))(inputs, **arguments)
+
+        found.append(nnx.pop(network, nnx.Intermediate))
+        found = [leaf for state in found for leaf in nnx.to_flat_state(state)]
+        sown = as_dictionaries(by_collection(found))
+        kept = {name: x for name, x in variables.items() if name != "params"}
+        if train:
+            after = as_dictionaries(by_collection(nnx.to_flat_state(nnx.state(network))))
+            for name in sorted({*variables, *after} - {RANDOM}):
+                require_same_form(name, variables.get(name, {}), after.get(name, {}))
+            kept = {name: after.get(name, {}) for name in kept}
+        return outputs, kept, sown
 
     return PureFunctions(init, apply)
+
+
+def collection(variable: Any) -> str:
+    """Where a leaf of a module belongs: Flax's name for its type, or else the type's own name."""
+    kind = type(variable)
+    if not issubclass(kind, nnx.Variable):
+        return "arrays"
+    if issubclass(kind, (nnx.Param, nnx.RngState)):
+        return "params" if issubclass(kind, nnx.Param) else RANDOM
+    try:
+        return nnx.variable_name_from_type(kind)
+    except ValueError:
+        return kind.__name__
+
+
+def by_collection(leaves: Iterable[tuple[tuple, Any]]) -> dict[str, nnx.State]:
+    """The leaves of a module, each with its path, as one state for each collection."""
+    groups: dict[str, dict] = {}
+    for path, leaf in leaves:
+        groups.setdefault(collection(leaf), {})[path] = leaf
+    return {name: nnx.from_flat_state(group) for name, group in groups.items()}
+
+
+def as_dictionaries(states: dict[str, nnx.State]) -> Variables:
+    return {name: nnx.to_pure_dict(state) for name, state in states.items()}
+
+
+def fill(state: nnx.State, values: Any) -> nnx.State:
+    """The state with the values of a pure dictionary."""
+    filled = {}
+    for path, leaf in nnx.to_flat_state(state):
+        value = functools.reduce(operator.getitem, path, values)
+        filled[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+    return nnx.from_flat_state(filled)
+
+
+def draw(state: nnx.State, key: jax.Array) -> nnx.State:
+    """Random state of another key, a different one for each stream, also of stacked layers."""
+    leaves, structure = jax.tree.flatten(state)
+    keys = jax.random.split(key, len(leaves))
+    for i, leaf in enumerate(leaves):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        new = jax.random.split(keys[i], leaf.shape) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+        leaves[i] = new
+    return jax.tree.unflatten(structure, leaves)
+
+
+def mark_arrays(network: nnx.Module) -> None:
+    """Have Flax carry the arrays of a constructor, which it takes for settings under jax.jit."""
+    for _, module in nnx.iter_modules(network):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, jax.core.Tracer):
+                setattr(module, name, nnx.data(value))
+
+
+def sown_types(kind: type) -> list[type]:
+    """This type of variable and those derived from it, but not those that perturb() adds."""
+    if kind is nnx.Perturbation:
+        return []
+    return [kind, *itertools.chain.from_iterable(map(sown_types, kind.__subclasses__()))]
+
+
+def arguments_of(network: Any, kind: type, *given: str) -> Callable[..., dict[str, Any]]:
+    """A function (train, **given) -> the arguments that __call__ asks for beside its inputs."""
+    if not (isinstance(network, kind) and callable(network)):
+        raise SettingError(f"build in model.py: must return a NNX module, not {network!r}")
+    asked = list(inspect.signature(network.__call__).parameters.values())[1:]
+    for x in asked:
+        is_optional = x.default is not x.empty or x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        if not is_optional and x.name not in (*MODES, *given):
+            raise SettingError(
+                f"the network's __call__ asks for {x.name!r}: beside its inputs (model_inputs in "
+                f"task.py; a dictionary can hold several) it can have {', '.join((*MODES, *given))}"
+            )
+
+    def arguments(train, **given):
+        answers = {name: train == means for name, means in MODES.items()} | given
+        return {x.name: answers[x.name] for x in asked if x.name in answers}
+
+    return arguments
+
+
+def require_same_form(name: str, before: Any, after: Any) -> None:
+    """Raise SettingError unless a collection has the arrays, shapes and dtypes that it had."""
+    forms = [
+        {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (before, after))
+    ]
+    for path in sorted(forms[0].keys() | forms[1].keys()):
+        old, new = (form.get(path, "nothing") for form in forms)
+        if old != new:
+            raise SettingError(
+                f"the network's collection {name!r} changes its form in a call: {path} was {old} "
+                f"and becomes {new}. Make every variable in __init__; what is of one call only, "
+                "sow() as nnx.Intermediate"
+            )

@@ -41,8 +41,9 @@ class CNN(nn.Module):
             for i in range(2):
                 x = nn.Conv(features, (3, 3), use_bias=False, dtype=self.dtype)(x)
                 x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x)
-                # Before ReLU, which gives the same: after it, XLA makes bfloat16 NaN on the CPU.
-                x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME") if i == 1 else x
+                if i == 1:
+                    # Before ReLU, which gives the same: after, XLA makes bfloat16 NaN on the CPU.
+                    x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
                 x = nn.relu(x)
         x = x.reshape(x.shape[0], -1)
         x = nn.Dropout(self.config.dropout_rate, deterministic=not train)(x)

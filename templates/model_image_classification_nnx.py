@@ -34,8 +34,8 @@ class ConvNorm(nnx.Module):
         self.conv = nnx.Conv(channels, features, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
         self.norm = nnx.BatchNorm(features, momentum=0.9, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        return self.norm(self.conv(x), use_running_average=not train)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.conv(x))
 
 
 class CNN(nnx.Module):
@@ -55,19 +55,19 @@ class CNN(nnx.Module):
             first = ConvNorm(channels, features, dtype, rngs)
             second = ConvNorm(features, features, dtype, rngs)
             self.blocks.append(nnx.List([first, second]))
-            height, width, channels = -(-height // 2), -(-width // 2), features
-        self.dropout = nnx.Dropout(config.dropout_rate)
+            channels = features
+            height, width = -(-height // 2), -(-width // 2)
+        self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
         self.head = nnx.Linear(height * width * channels, num_classes, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, train: bool, rngs: nnx.Rngs | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         """Images [batch, height, width, channels] to logits [batch, num_classes]."""
         for first, second in self.blocks:
-            x = second(nnx.relu(first(x, train=train)), train=train)
+            x = second(nnx.relu(first(x)))
             # Before ReLU, which gives the same: after it, XLA makes bfloat16 NaN on the CPU.
             x = nnx.relu(nnx.max_pool(x, (2, 2), strides=(2, 2), padding="SAME"))
         x = x.reshape(x.shape[0], -1)
-        x = self.dropout(x, deterministic=not train, rngs=rngs)
-        return self.head(x)
+        return self.head(self.dropout(x))
 
 
 def build(

@@ -53,10 +53,9 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         dense = functools.partial(nn.Dense, width, use_bias=False, dtype=self.dtype)
         heads = (batch, length, self.config.heads, width // self.config.heads)
-        query, key, value = (
-            dense(name=name)(x).reshape(heads) for name in ("query", "key", "value")
-        )
-        query, key = rotate(query), rotate(key)
+        query = rotate(dense(name="query")(x).reshape(heads))
+        key = rotate(dense(name="key")(x).reshape(heads))
+        value = dense(name="value")(x).reshape(heads)
         if query.dtype == jnp.float16:  # in which JAX has no attention on CPU and TPU
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -73,8 +72,9 @@ class SwiGLU(nn.Module):
         width = x.shape[-1]
         dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
         hidden = hidden_width(width)
-        gated = nn.silu(dense(hidden, name="gate")(x)) * dense(hidden, name="up")(x)
-        return dense(width, name="down")(gated)
+        gate = nn.silu(dense(hidden, name="gate")(x))
+        up = dense(hidden, name="up")(x)
+        return dense(width, name="down")(gate * up)
 
 
 class Block(nn.Module):
@@ -85,11 +85,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
         dropout = functools.partial(nn.Dropout, self.config.dropout_rate, deterministic=not train)
-        attention = Attention(self.config, self.dtype, name="attention")
-        x += dropout()(attention(norm(name="attention_norm")(x)))
-        return x + dropout()(SwiGLU(self.dtype, name="mlp")(norm(name="mlp_norm")(x)))
+        normed = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x)
+        attended = Attention(self.config, self.dtype, name="attention")(normed)
+        x += dropout()(attended)
+        normed = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")(x)
+        transformed = SwiGLU(self.dtype, name="mlp")(normed)
+        return x + dropout()(transformed)
 
 
 class Transformer(nn.Module):
@@ -130,8 +132,8 @@ def rotate(x: jax.Array) -> jax.Array:
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * speeds
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return turned.astype(x.dtype)
+    turned = first * cos - second * sin, first * sin + second * cos
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def build(

@@ -49,15 +49,15 @@ class Attention(nnx.Module):
             return nnx.Linear(config.width, config.width, use_bias=False, dtype=dtype, rngs=rngs)
 
         self.heads = config.heads
-        self.query, self.key, self.value, self.out = dense(), dense(), dense(), dense()
+        self.query, self.key, self.value = dense(), dense(), dense()
+        self.out = dense()
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, length, width = x.shape
         heads = (batch, length, self.heads, width // self.heads)
-        query, key, value = (
-            dense(x).reshape(heads) for dense in (self.query, self.key, self.value)
-        )
-        query, key = rotate(query), rotate(key)
+        query = rotate(self.query(x).reshape(heads))
+        key = rotate(self.key(x).reshape(heads))
+        value = self.value(x).reshape(heads)
         if query.dtype == jnp.float16:  # in which JAX has no attention on CPU and TPU
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -74,7 +74,8 @@ class SwiGLU(nnx.Module):
         self.down = nnx.Linear(hidden, width, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        gated = nnx.silu(self.gate(x)) * self.up(x)
+        return self.down(gated)
 
 
 class Block(nnx.Module):
@@ -85,14 +86,13 @@ class Block(nnx.Module):
         self.attention = Attention(config, dtype, rngs)
         self.mlp_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         self.mlp = SwiGLU(config.width, dtype, rngs)
-        self.dropout = nnx.Dropout(config.dropout_rate)
+        self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
 
-    def __call__(self, x: jax.Array, train: bool, rngs: nnx.Rngs | None) -> jax.Array:
-        def dropout(x):
-            return self.dropout(x, deterministic=not train, rngs=rngs)
-
-        x += dropout(self.attention(self.attention_norm(x)))
-        return x + dropout(self.mlp(self.mlp_norm(x)))
+    def __call__(self, x: jax.Array) -> jax.Array:
+        attended = self.attention(self.attention_norm(x))
+        x += self.dropout(attended)
+        transformed = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(transformed)
 
 
 class Transformer(nnx.Module):
@@ -106,16 +106,12 @@ class Transformer(nnx.Module):
         if not config.tie_embeddings:
             self.head = nnx.Linear(config.width, num_tokens, use_bias=False, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, tokens: jax.Array, *, train: bool, rngs: nnx.Rngs | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens int32 [batch, length] to logits [batch, length, num_tokens]."""
-        apply_block = (
-            nnx.remat(Block.__call__, static_argnums=(2,)) if self.config.remat else Block.__call__
-        )
+        apply_block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         x = self.embed(tokens)
         for block in self.blocks:
-            x = apply_block(block, x, train, rngs)
+            x = apply_block(block, x)
         x = self.norm(x)
         return self.embed.attend(x) if self.config.tie_embeddings else self.head(x)
 
@@ -136,8 +132,8 @@ def rotate(x: jax.Array) -> jax.Array:
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * speeds
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return turned.astype(x.dtype)
+    turned = first * cos - second * sin, first * sin + second * cos
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def build(

@@ -182,54 +182,8 @@ class NnxLSTM(nnx.Module):
         return self.head(self.dropout(x))
 
 
-# ----------------------------------------------------------------------------------- init and apply
+# ------------------------------------------------------------------------------------------ By name
 
 GroupNormResNet = functools.partial(ResNet, norm="group")
 LINEN = {"vit": ViT, "resnet": ResNet, "groupnorm": GroupNormResNet, "lstm": LSTM}
 NNX = {"vit": NnxViT, "resnet": NnxResNet, "lstm": NnxLSTM}
-
-
-def create_linen(network, inputs):
-    """The pair of functions (init, apply) that the project knows a network by."""
-
-    def init(key):
-        variables = network.init(key, jnp.zeros(inputs.shape, inputs.dtype), train=False)
-        return {"params": variables["params"], "batch_stats": variables.get("batch_stats", {})}
-
-    def apply(variables, inputs, *, train, key=None):
-        if not train:
-            return network.apply(variables, inputs, train=False), variables["batch_stats"]
-        outputs, updated = network.apply(
-            variables, inputs, train=True, rngs={"dropout": key}, mutable=["batch_stats"]
-        )
-        return outputs, updated.get("batch_stats", {})
-
-    return init, apply
-
-
-def create_nnx(build):
-    """The same of a function that makes an nnx.Module from a key."""
-
-    def split(key):
-        graph, params, stats, rest = nnx.split(build(key), nnx.Param, nnx.BatchStat, ...)
-        return graph, {"params": params, "batch_stats": stats}, rest
-
-    graph, states, _ = nnx.eval_shape(split, jax.random.key(0))
-    *_, rest = split(jax.random.key(0))
-
-    def init(key):
-        return {name: nnx.to_pure_dict(state) for name, state in split(key)[1].items()}
-
-    def apply(variables, inputs, *, train, key=None):
-        filled = {name: jax.tree.map(lambda x: x, state) for name, state in states.items()}
-        for name, state in filled.items():
-            nnx.replace_by_pure_dict(state, variables[name])
-        network = nnx.merge(graph, *filled.values(), jax.tree.map(jnp.copy, rest))
-        attributes = {"use_running_average": not train, "deterministic": not train}
-        network.set_attributes(raise_if_not_found=False, **attributes)
-        if train:
-            nnx.reseed(network, dropout=key, default=key, policy="match_shape")
-        outputs = network(inputs)
-        return outputs, nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-
-    return init, apply

@@ -34,34 +34,38 @@ WITHOUT_BATCH_NORM = [("vit", "linen"), ("groupnorm", "linen"), ("lstm", "nnx")]
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """The name of a generated package. Its files are the same for both APIs, but the network."""
-    made = bake.generated(tmp_path_factory.mktemp("networks"), package="networks_linen")
+def packages(tmp_path_factory):
+    """The name of a generated package for each API: the adaptor and the model differ."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(made)
-        yield made.name
+        made = {}
+        for api in APIS:
+            out = tmp_path_factory.mktemp(f"networks_{api}")
+            project = bake.generated(out, flax_api=api, package=f"networks_{api}")
+            patch.syspath_prepend(project)
+            made[api] = project.name
+        yield made
+
+
+@pytest.fixture(scope="module")
+def package(packages):
+    """One of them, where the network makes no difference."""
+    return packages["linen"]
 
 
 @pytest.fixture(scope="module", params=NETWORKS, ids="-".join)
-def project(request, package):
+def project(request, packages):
     """The project with another network, which takes from the settings the dropout only."""
     kind, api = request.param
-    project = Package(package, "image_classification")
-    train_state, model = project.module("train_state"), project.module("model")
+    project = Package(packages[api], "image_classification")
 
-    def create_model(config, inputs, num_outputs, dtype):
+    def build(config, inputs, num_outputs, dtype, **rngs):
         if api == "linen":
-            network = networks.LINEN[kind](config.dropout_rate, num_outputs, dtype)
-            return model.Model(*networks.create_linen(network, inputs))
-
-        def build(key):
-            settings = config.dropout_rate, inputs.shape[1:], num_outputs, dtype
-            return networks.NNX[kind](*settings, nnx.Rngs(key))
-
-        return model.Model(*networks.create_nnx(build))
+            return networks.LINEN[kind](config.dropout_rate, num_outputs, dtype)
+        image_shape = inputs.shape[1:]
+        return networks.NNX[kind](config.dropout_rate, image_shape, num_outputs, dtype, **rngs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_state, "create_model", create_model)
+        patch.setattr(project.module("model"), "build", build)
         yield project
 
 

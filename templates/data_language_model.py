@@ -7,6 +7,7 @@ import numpy as np
 
 from . import sources
 from .config import Config, SettingError
+from .runtime.logs import counted
 
 TRAIN, VALIDATION, TEST = range(3)
 RULE = (
@@ -52,7 +53,8 @@ class Split:
     @property
     def summary(self) -> str:
         """How much text there is, as the start of the log shows it."""
-        return f"{len(self.texts):,} texts, {self.num_bytes:,} bytes, {len(self):,} windows"
+        counts = (len(self.texts), "text"), (self.num_bytes, "byte"), (len(self), "window")
+        return ", ".join(counted(*count) for count in counts)
 
     @property
     def baseline(self) -> dict[str, float]:

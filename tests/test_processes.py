@@ -96,7 +96,7 @@ def note_losses(get, file):
 
     def noting(self, kind, step, metrics):
         write(self, kind, step, metrics)
-        if self.is_writer:
+        if self.events:
             with open(file, "a") as lines:
                 print(json.dumps([kind, step, metrics]), file=lines)
 

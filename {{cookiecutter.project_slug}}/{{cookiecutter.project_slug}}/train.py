@@ -211,7 +211,8 @@ def introduce(run: Run, dataset: data.Data, state: train_state.TrainState) -> No
         )
     lines = splits.summary(dataset, config.total_steps, config.batch_size)
     if config.optimizer.weight_decay:
-        lines.append(f"weight decay on {len(decayed['decayed'])} arrays named kernel")
+        count = logs.counted(len(decayed["decayed"]), "parameter")
+        lines.append(f"weight decay on {count} named kernel")
     run.manifest["weight_decay_on"] = decayed["decayed"]
     run.accept()
     manifest.announce(run, step, lines, warnings)
@@ -243,7 +244,7 @@ def how_it_ends(
         return "preempted", f"--stop-after-step {step}" if is_planned else f"stopped by {signal}"
     patience = config.early_stopping_patience
     if 0 < patience <= progress.evaluations_since_best:
-        return "early_stopped", f"no new best in {patience} evaluations"
+        return "early_stopped", f"no new best in {logs.counted(patience, 'evaluation')}"
     if step >= config.total_steps:
         return "completed", "all steps are done"
     return None, ""

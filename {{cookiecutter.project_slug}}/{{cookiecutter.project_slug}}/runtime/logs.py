@@ -91,7 +91,7 @@ def open_log(workdir: Path) -> None:
 
 def counted(number: int, singular: str, plural: str = "") -> str:
     """A number of things in words: '1 process' or '2 processes'."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def end_logging() -> None:

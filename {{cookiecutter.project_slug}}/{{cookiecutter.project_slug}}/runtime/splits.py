@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .logs import counted
 from .streams import is_stream
 
 
@@ -34,12 +35,13 @@ def summary(data: Any, total_steps: int, batch_size: int) -> list[str]:
     if known["train"] is None:
         return lines
     steps_per_epoch, left_over = divmod(known["train"], batch_size)
-    lines.append(
-        f"{total_steps} steps are {total_steps / steps_per_epoch:.3g} epochs of {steps_per_epoch} "
-        f"steps"
-        + (f"; {left_over} rows are left over in each, others every time" if left_over else "")
+    line = (
+        f"run length {total_steps / steps_per_epoch:.3g} epochs: {counted(total_steps, 'step')}, "
+        f"{steps_per_epoch} in each epoch"
     )
-    return lines
+    if left_over:
+        line += f"; each epoch leaves out {counted(left_over, 'row')}, others every time"
+    return [*lines, line]
 
 
 def doubts_on_resume(split: Any, step: int) -> list[str]:

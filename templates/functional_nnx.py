@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -75,11 +75,14 @@ def pure_functions(build: Callable[..., nnx.Module], inputs: Any) -> PureFunctio
         network.train() if train else network.eval()
         rngs = nnx.Rngs(for_others, dropout=key)
         arguments = arguments_of(network, nnx.Module, "rngs")(train, rngs=rngs)
-        outputs, *found = nnx.capture(network, *sown_types(nnx.Intermediate))(inputs, **arguments)
-
-        found.append(nnx.pop(network, nnx.Intermediate))
-        found = [leaf for state in found for leaf in nnx.to_flat_state(state)]
-        sown = as_dictionaries(by_collection(found))
+        with warnings.catch_warnings():
+            # Flax prefers nnx.capture, but that of 0.12.8 fails in nnx.scan over an nnx.List.
+            warnings.filterwarnings(
+                "ignore", r"\s*Using 'Module\.(sow|perturb)", DeprecationWarning
+            )
+            outputs = network(inputs, **arguments)
+        found = nnx.pop(network, nnx.Intermediate)
+        sown = as_dictionaries(by_collection(nnx.to_flat_state(found)))
         kept = {name: x for name, x in variables.items() if name != "params"}
         if train:
             after = as_dictionaries(by_collection(nnx.to_flat_state(nnx.state(network))))
@@ -142,13 +145,6 @@ def mark_arrays(network: nnx.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, jax.core.Tracer):
                 setattr(module, name, nnx.data(value))
-
-
-def sown_types(kind: type) -> list[type]:
-    """This type of variable and those derived from it, but not those that perturb() adds."""
-    if kind is nnx.Perturbation:
-        return []
-    return [kind, *itertools.chain.from_iterable(map(sown_types, kind.__subclasses__()))]
 
 
 def arguments_of(network: Any, kind: type, *given: str) -> Callable[..., dict[str, Any]]:

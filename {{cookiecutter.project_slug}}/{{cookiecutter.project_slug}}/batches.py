@@ -134,10 +134,10 @@ def order(first: int, last: int, rows: int, seed: int, epoch: int) -> np.ndarray
 def permute(places: np.ndarray, rows: int, keys: np.ndarray) -> np.ndarray:
     """Each place uint64 below a * b as another one, a * b being `rows` or little more.
 
-    A Feistel network in mixed radix with cycle walking, by Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains" (CT-RSA 2002), sections 3 and 4: a place is a pair of digits below a
-    and b, and each round adds to one of them a random function of the other. The function, a key
-    and two multiplications, is for good mixing and not for secrecy.
+    The generalised Feistel network of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
+    (CT-RSA 2002); that order() permutes again what falls outside is their cycle walking. A place is
+    a pair of digits below a and b, and each round adds to one of them a random function of the
+    other. The function, a key and two multiplications, is for good mixing and not for secrecy.
     """
     a = math.isqrt(rows - 1) + 1
     sizes = a, -(-rows // a)
@@ -234,11 +234,12 @@ def opened(data: Any, config: Config) -> Any:
 def parts_to_train_on(stream: Stream, config: Config, start: int) -> Generator[Batch]:
     """This process's part of each batch from start to the end of the run."""
     first, rows = first_batch(stream), part_size(config)
+    parts: Iterator[Batch]
     if config.overfit_batches:
         few = itertools.islice(stream.batches(0), config.overfit_batches)
         parts = itertools.islice(itertools.cycle(few), start, None)
     else:
-        parts = itertools.islice(stream.batches(start), None)
+        parts = iter(stream.batches(start))
     for step in range(start, config.total_steps):
         part = next(parts, None)
         if part is None:
@@ -252,7 +253,8 @@ def parts_to_train_on(stream: Stream, config: Config, start: int) -> Generator[B
 
 def parts_to_score(stream: Stream, config: Config) -> Generator[Batch]:
     """This process's part of each batch of an evaluation, filled up with masked rows."""
-    count, first, wanted, size = 0, None, config.eval_batches, part_size(config)
+    size, wanted = part_size(config), config.eval_batches
+    count, first = 0, None
     for part in itertools.islice(stream.batches(0), wanted or None):
         require_form(part, 1, size, f"batch {count} of a stream to evaluate", first)
         missing = size - len(part["mask"])
@@ -303,6 +305,7 @@ def require_form(
 
 
 def of_row(batch: Batch) -> dict[str, tuple]:
+    """Dtype and shape of one row of each array."""
     return {name: (x.dtype, x.shape[1:]) for name, x in batch.items()}
 
 
@@ -324,6 +327,7 @@ def example(split: Split) -> Batch:
 
 
 def first_batch(stream: Stream) -> Batch:
+    """Its first batch; a stream that is not Opened yet is opened for it."""
     return (stream if isinstance(stream, Opened) else Opened(stream)).first
 
 

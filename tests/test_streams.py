@@ -38,7 +38,8 @@ class Source:
                 print(start_step, file=file)
         size = self.config.batch_size // jax.process_count()
         step = start_step if self.options.get("exact", True) else 0
-        while step != self.options.get("ends"):
+        ends_here = self.options.get("only_in", jax.process_index()) == jax.process_index()
+        while step != self.options.get("ends") or not ends_here:
             first = step * self.config.batch_size + jax.process_index() * size
             part = self.split.rows(np.arange(first, first + size) % len(self.split))
             if step >= self.options.get("spoiled", 10**9):
@@ -270,3 +271,11 @@ def test_what_two_processes_cannot_do_with_a_stream_ends_both_with_the_cause(ser
     spoiled = {"spoiled": 0, "how": "short"}
     for rank in processes(server, 2, words, {"streaming": spoiled}):
         assert "NumPy arrays of 8 rows" in rank.ends_with(2)
+
+
+def test_a_stream_that_ends_in_one_process_ends_both_runs(server, tmp_path):
+    words = flags(server, IMAGES, workdir=tmp_path / "run")
+    options = {"ends": 5, "only_in": 1}
+    other, one = processes(server, 2, words, {"streaming": options})
+    assert one.wait() not in (0, 75) and other.wait() not in (0, 75)
+    assert "ended at step 5 of 12" in one.text

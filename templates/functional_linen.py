@@ -70,7 +70,6 @@ def pure_functions(build: Callable[[], nn.Module], inputs: Any) -> PureFunctions
     def apply(variables, inputs, *, train, key=None):
         key = jax.random.key(0) if key is None else key
         outputs, updated = call(variables, inputs, train, key, nn.DenyList("params"))
-        updated = nn.unbox(updated)
         kept = {name: x for name, x in variables.items() if name != "params"}
         sown = {name: x for name, x in updated.items() if name not in kept}
         for name in sown:

@@ -475,7 +475,7 @@ def test_what_is_sown_can_be_part_of_the_loss_and_is_not_carried(project, networ
     def size(state):
         images = project.batch["image"]
         sown = state.apply_fn(state.variables, images, train=False)[2]
-        assert len(jax.tree.leaves(sown)) == 1
+        assert len(jax.tree.leaves(sown[name])) == 1
         return float(auxiliary(None, sown)) - 100
 
     state = project.use(build, extra_loss=auxiliary)

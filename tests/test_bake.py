@@ -15,7 +15,7 @@ import zipfile
 import bake
 import pytest
 import yaml
-from answers import ACCELERATORS, COMBINATIONS, GOOD, NASTY, SETTINGS, TASKS, shown
+from answers import ACCELERATORS, APIS, COMBINATIONS, GOOD, NASTY, SETTINGS, TASKS, shown
 from bake import TEMPLATE, generated, with_derived
 from markdown_it import MarkdownIt
 
@@ -211,9 +211,7 @@ def test_only_include_stubs_have_jinja_in_python():
     stubs = 0
     for path in [*TEMPLATE.rglob("*.py"), *(bake.ROOT / "templates").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
-        if path.parent in (bake.PACKAGE, TEMPLATE / "tests") and re.fullmatch(
-            r"\{% include '.*' %\}", text
-        ):
+        if re.fullmatch(r"\{% include '.*' %\}", text):
             stubs += 1
         else:
             assert not re.search(r"\{[{%#]", text), path
@@ -225,6 +223,7 @@ def test_every_variant_is_used():
         f"{name}_{task}.py" for name in ("data", "sources", "task", "test_task") for task in TASKS
     }
     wanted |= {f"model_{task}_{flax_api}.py" for task, flax_api in COMBINATIONS}
+    wanted |= {f"functional_{flax_api}.py" for flax_api in APIS}
     assert {path.name for path in (bake.ROOT / "templates").glob("*.py")} == wanted
 
 

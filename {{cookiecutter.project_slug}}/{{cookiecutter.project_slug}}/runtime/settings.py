@@ -52,7 +52,7 @@ def fields_of(config: Any, prefix: str = "") -> Generator[tuple[str, dataclasses
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, name + ".")
         else:
-            yield name, field, value
+            yield name, field, list(value) if isinstance(value, tuple) else value
 
 
 def build(cls: type, values: dict[str, Any]) -> Any:

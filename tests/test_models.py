@@ -123,6 +123,7 @@ def test_training_moves_the_batch_statistics_alike(pair):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, got)
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_changes_no_gradient(packages):
     for api in APIS:
         module = importlib.import_module(f"{packages['language_model', api]}.model")

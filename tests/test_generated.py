@@ -7,7 +7,7 @@ import sys
 
 import bake
 import pytest
-from answers import COMBINATIONS
+from answers import COMBINATIONS, TWO_COMBINATIONS
 
 
 def succeed(command, cwd, **environment):
@@ -29,7 +29,13 @@ def caches(pytestconfig):
     return {name: pytestconfig.cache.mkdir(f"projects_{name}") for name in ("mypy", "jax")}
 
 
-@pytest.mark.parametrize(("task", "api"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("task", "api"),
+    [
+        pytest.param(*x, marks=() if x in TWO_COMBINATIONS else pytest.mark.slow)
+        for x in COMBINATIONS
+    ],
+)
 def test_a_fresh_project_passes_its_smoke_test(tmp_path, task, api):
     """Which trains, stops, resumes and uses two devices: what test-quick has of real runs."""
     project = bake.generated(tmp_path / "sp ace 'ü", task, api)

@@ -136,6 +136,7 @@ def test_training_moves_the_batch_statistics_alike(pair):
         )
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_changes_no_gradient(packages):
     for api in APIS:
         module = importlib.import_module(f"{packages['language_model', api]}.model")

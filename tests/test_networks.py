@@ -26,7 +26,7 @@ from package import (
     value,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_fast")]
 
 NAMES = ("adamw", "sgd", "lion", "muon")
 NETWORKS = [(kind, "linen") for kind in networks.LINEN] + [(kind, "nnx") for kind in networks.NNX]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from answers import COMBINATIONS
+from answers import COMBINATIONS, TWO_COMBINATIONS
 from package import (
     ROWS,
     STEPS,
@@ -31,11 +31,12 @@ from package import (
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-# Where the network makes no difference, one of each task and each API.
-TWO_COMBINATIONS = [COMBINATIONS[0], COMBINATIONS[3]]
+ALL = [
+    pytest.param(x, marks=() if x in TWO_COMBINATIONS else pytest.mark.slow) for x in COMBINATIONS
+]
 
 
-@pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
+@pytest.fixture(scope="module", params=ALL, ids="-".join)
 def project(request, tmp_path_factory):
     """One combination, with a package name of its own: those of one name would clash."""
     task, api = request.param
@@ -89,6 +90,7 @@ def test_evaluation_equals_numpy_for_any_batch_size_and_number_of_devices(projec
             assert scores["num_tokens"] == mask.sum()
 
 
+@pytest.mark.slow
 @only(COMBINATIONS[::2])
 def test_evaluation_in_bfloat16_counts_and_averages_in_float32(project):
     """In bfloat16 a count sticks at 256, and so does a sum of losses."""

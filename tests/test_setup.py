@@ -297,6 +297,7 @@ def without_uv(tmp_path):
     return project
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hides", ["", "1"])
 def test_debian_without_python3_venv(without_uv, hides):
     project = without_uv
@@ -313,6 +314,7 @@ def test_debian_without_python3_venv(without_uv, hides):
     assert subprocess.run(pip, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_half_an_environment_from_before_gets_its_pip(without_uv):
     """What `make setup` of earlier versions of the template left behind on Debian."""
     project = without_uv

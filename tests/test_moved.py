@@ -17,7 +17,6 @@ import pytest
 from children import (
     IMAGES,
     TEXT_NNX,
-    before_step,
     evaluate,
     flags,
     one_message,
@@ -26,6 +25,7 @@ from children import (
     train,
     train_with,
 )
+from run_hooks import before_step
 
 PROJECT = bake.ROOT / "{{cookiecutter.project_slug}}"
 TWO = {"TRAIN_NUM_PROCESSES": "2", "TRAIN_COORDINATOR_TIMEOUT": "60"}
@@ -42,11 +42,7 @@ def two_processes():
 
 
 def start_two(server, function, *args, package=IMAGES):
-    module = __name__
-    return [
-        server.start(function, *args, package=package, env=env, module=module)
-        for env in two_processes()
-    ]
+    return [server.start(function, *args, package=package, env=env) for env in two_processes()]
 
 
 def end_with(processes, code):
@@ -129,7 +125,7 @@ def test_a_number_of_one_is_singular(server, tmp_path):
 
 def test_tensorboard_gets_nan_without_a_warning_of_its_own(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path, total_steps=4, eval_every=0)
-    text = server.start(train_with, {"poison": None}, *words).ends_with(0)
+    text = server.start(train_with, {poison: None}, *words).ends_with(0)
     assert "not finite in train" in text and "NaN or Inf found" not in text
     written = b"".join(file.read_bytes() for file in (tmp_path / "tb").iterdir())
     assert b"train/loss" in written
@@ -222,7 +218,7 @@ def evaluate_stuck(get, fifo, *words):
 def test_two_processes_without_memory_end_soon_with_advice(server, tmp_path, package):
     words = flags(server, package, workdir=tmp_path, batch_size=32)
     reached = time.monotonic()
-    processes = start_two(server, train_with, {"lack_memory_at": 4}, *words, package=package)
+    processes = start_two(server, train_with, {lack_memory_at: 4}, *words, package=package)
     texts = end_with(processes, 1)
     assert time.monotonic() - reached < 60
     for text in texts:

@@ -97,7 +97,7 @@ def streaming(get, options):
 def train(server, workdir, options=None, package=IMAGES, **changes):
     """Start a run on a stream."""
     words = flags(server, package, workdir=workdir, **changes)
-    return server.start(train_with, {"streaming": options or {}}, *words, package=package)
+    return server.start(train_with, {streaming: options or {}}, *words, package=package)
 
 
 def state_of(server, workdir, package=IMAGES):
@@ -233,7 +233,7 @@ def test_the_adapter_of_the_readme_gives_the_rows_of_any_data_set_with_a_length(
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     words = flags(server, IMAGES)
     server.start(train_with, {}, *words, "--workdir", tmp_path / "rows").ends_with(0)
-    hooks = {"adapted": code}
+    hooks = {adapted: code}
     server.start(train_with, hooks, *words, "--workdir", tmp_path / "run").ends_with(0)
     assert state_of(server, tmp_path / "rows") == state_of(server, tmp_path / "run")
 
@@ -252,9 +252,9 @@ def test_two_processes_share_a_stream(server, tmp_path):
     options = {"evaluated": "endless"}
     train(server, tmp_path / "one", options, eval_batches=2).ends_with(0)
     words = flags(server, IMAGES, workdir=tmp_path / "two", eval_batches=2)
-    for rank in processes(server, 2, [*words, "--stop-after-step", "5"], {"streaming": options}):
+    for rank in processes(server, 2, [*words, "--stop-after-step", "5"], {streaming: options}):
         rank.ends_with(75)
-    for rank in processes(server, 2, words, {"streaming": options}):
+    for rank in processes(server, 2, words, {streaming: options}):
         rank.ends_with(0)
     one, two = result_of(tmp_path / "one")["eval"], result_of(tmp_path / "two")["eval"]
     assert one["num_examples"] == two["num_examples"] == 32
@@ -263,19 +263,19 @@ def test_two_processes_share_a_stream(server, tmp_path):
 
 def test_what_two_processes_cannot_do_with_a_stream_ends_both_with_the_cause(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "all")
-    for rank in processes(server, 2, words, {"streaming": {"evaluated": "finite"}}):
+    for rank in processes(server, 2, words, {streaming: {"evaluated": "finite"}}):
         assert "give --eval-batches N" in rank.ends_with(2)
     words = flags(server, IMAGES, workdir=tmp_path / "ended")
-    for rank in processes(server, 2, words, {"streaming": {"ends": 5}}):
+    for rank in processes(server, 2, words, {streaming: {"ends": 5}}):
         assert "ended at step 5 of 12" in rank.ends_with(2)
     spoiled = {"spoiled": 0, "how": "short"}
-    for rank in processes(server, 2, words, {"streaming": spoiled}):
+    for rank in processes(server, 2, words, {streaming: spoiled}):
         assert "NumPy arrays of 8 rows" in rank.ends_with(2)
 
 
 def test_a_stream_that_ends_in_one_process_ends_both_runs(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path / "run")
     options = {"ends": 5, "only_in": 1}
-    other, one = processes(server, 2, words, {"streaming": options})
+    other, one = processes(server, 2, words, {streaming: options})
     assert one.wait() not in (0, 75) and other.wait() not in (0, 75)
     assert "ended at step 5 of 12" in one.text

@@ -4,6 +4,7 @@ several processes that run out of memory, score a sample, or find their data els
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -59,7 +60,7 @@ def score(server, run, *words, count=2, package=IMAGES):
     processes = [
         subprocess.Popen(
             command,
-            cwd=server.root,
+            cwd=server.root / package,
             env=server.environment | told,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -157,6 +158,13 @@ runpy.run_module(package + ".evaluate", run_name="__main__")
 """
 
 
+def read_from(fifo, timeout=90):
+    """What a process writes to a FIFO; nothing if it ends before."""
+    file = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    written = select.select([file], [], [], timeout)[0]
+    return os.read(file, 100).decode() if written else ""
+
+
 @pytest.mark.slow
 def test_a_signal_ends_an_evaluation_at_once_and_leaves_no_trace(server, tmp_path):
     run = tmp_path / "run"
@@ -170,7 +178,7 @@ def test_a_signal_ends_an_evaluation_at_once_and_leaves_no_trace(server, tmp_pat
         command = [sys.executable, "-c", STUCK, IMAGES, fifo, "--workdir", run]
         started[name] = subprocess.Popen(
             command,
-            cwd=server.root,
+            cwd=server.root / IMAGES,
             env=server.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -178,7 +186,7 @@ def test_a_signal_ends_an_evaluation_at_once_and_leaves_no_trace(server, tmp_pat
             text=True,
         )
     for name, process in started.items():
-        assert (tmp_path / name).read_text() == "here"  # waits for it
+        assert read_from(tmp_path / name) == "here", process.communicate(timeout=10)[0]
         process.send_signal(getattr(signal, name))
         text, _ = process.communicate(timeout=10)
         assert process.returncode == -getattr(signal, name), text  # a shell says 128 + n
@@ -193,7 +201,7 @@ def test_a_signal_ends_one_process_of_an_evaluation(server, tmp_path):
     server.start(train, *flags(server, IMAGES, workdir=run)).ends_with(0)
     os.mkfifo(fifo)
     processes = start_two(server, evaluate_stuck, fifo, "--workdir", run)
-    assert "here" in fifo.read_text()
+    assert "here" in read_from(fifo)
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
     assert [process.wait(30) for process in processes] == [-signal.SIGTERM] * 2

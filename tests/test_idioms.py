@@ -14,18 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import APIS
 from flax import nnx
 
-APIS = ("linen", "nnx")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_fast")]
+
 CLASSES, PIXELS, ROWS = 10, 16, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Most of the time goes into compiling, of networks that run for a moment only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

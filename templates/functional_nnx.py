@@ -1,41 +1,19 @@
-"""What training needs of a network: two pure functions of its variables, made of a NNX module."""
+"""An NNX module as two pure functions of its variables: see network.py."""
 
 import functools
-import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .settings import SettingError
+from .network import PureFunctions, Variables, arguments_of, require_same_form
 
-Variables = dict[str, Any]
-
-# Names by which a __call__ may ask whether this is training, and the answer if it is.
-MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
+ADVICE = "Make every variable in __init__; what is of one call only, sow() as nnx.Intermediate"
 RANDOM = "random"  # the collection of keys and counts in the layers
-
-
-class PureFunctions(NamedTuple):
-    """A network as two pure functions of its variables.
-
-    Variables are {"params": ..., and by its name each other collection that the network keeps, such
-    as "batch_stats": ...}, pure dictionaries of arrays. init(key) returns new ones.
-    apply(variables, inputs, train=..., key=...) returns (outputs, kept, sown): the collections
-    beside the parameters after this call, which evaluation leaves as they are, and by collection
-    what the network has sown. The key draws dropout and other noise. Without one, as in evaluation,
-    a fixed key does: the same inputs then give the same outputs.
-
-    Inputs are any pytree, the first argument of __call__; outputs are any pytree as well.
-    apply raises SettingError for variables that change their form in a call.
-    """
-
-    init: Callable[[jax.Array], Variables]
-    apply: Callable[..., tuple[Any, Variables, Variables]]
 
 
 def pure_functions(build: Callable[..., nnx.Module], inputs: Any) -> PureFunctions:
@@ -87,7 +65,7 @@ def pure_functions(build: Callable[..., nnx.Module], inputs: Any) -> PureFunctio
         if train:
             after = as_dictionaries(by_collection(nnx.to_flat_state(nnx.state(network))))
             for name in sorted({*variables, *after} - {RANDOM}):
-                require_same_form(name, variables.get(name, {}), after.get(name, {}))
+                require_same_form(name, variables.get(name, {}), after.get(name, {}), ADVICE)
             kept = {name: after.get(name, {}) for name in kept}
         return outputs, kept, sown
 
@@ -145,39 +123,3 @@ def mark_arrays(network: nnx.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, jax.core.Tracer):
                 setattr(module, name, nnx.data(value))
-
-
-def arguments_of(network: Any, kind: type, *given: str) -> Callable[..., dict[str, Any]]:
-    """A function (train, **given) -> the arguments that __call__ asks for beside its inputs."""
-    if not (isinstance(network, kind) and callable(network)):
-        raise SettingError(f"build in model.py: must return a NNX module, not {network!r}")
-    asked = list(inspect.signature(network.__call__).parameters.values())[1:]
-    for x in asked:
-        is_optional = x.default is not x.empty or x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-        if not is_optional and x.name not in (*MODES, *given):
-            raise SettingError(
-                f"the network's __call__ asks for {x.name!r}: beside its inputs (model_inputs in "
-                f"task.py; a dictionary can hold several) it can have {', '.join((*MODES, *given))}"
-            )
-
-    def arguments(train, **given):
-        answers = {name: train == means for name, means in MODES.items()} | given
-        return {x.name: answers[x.name] for x in asked if x.name in answers}
-
-    return arguments
-
-
-def require_same_form(name: str, before: Any, after: Any) -> None:
-    """Raise SettingError unless a collection has the arrays, shapes and dtypes that it had."""
-    forms = [
-        {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, (before, after))
-    ]
-    for path in sorted(forms[0].keys() | forms[1].keys()):
-        old, new = (form.get(path, "nothing") for form in forms)
-        if old != new:
-            raise SettingError(
-                f"the network's collection {name!r} changes its form in a call: {path} was {old} "
-                f"and becomes {new}. Make every variable in __init__; what is of one call only, "
-                "sow() as nnx.Intermediate"
-            )

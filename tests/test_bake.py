@@ -24,9 +24,9 @@ PACKAGE_FILES = """
     train_step
     runtime/__init__ runtime/accelerators runtime/advice runtime/checkpoint runtime/command_line
     runtime/devices runtime/digests runtime/events runtime/failures runtime/functional
-    runtime/init_from runtime/logs runtime/manifest runtime/order runtime/owner runtime/pace
-    runtime/processes runtime/splits runtime/streams
-    runtime/progress runtime/recorder runtime/settings runtime/startup runtime/stop
+    runtime/init_from runtime/logs runtime/manifest runtime/network runtime/order
+    runtime/owner runtime/pace runtime/processes runtime/progress runtime/recorder
+    runtime/settings runtime/splits runtime/startup runtime/stop runtime/streams
     runtime/terminal runtime/watchdog runtime/workdir
     tools/__init__ tools/bench tools/check_flags
 """

@@ -801,10 +801,10 @@ UNUSABLE = {
     "nnx_growing": (NnxGrowing, r"'cache' .*float32\[0, 16\] and becomes float32\[16, 16\]"),
     "linen_asking": (LinenAsking, "asks for 'z_rng'"),
     "nnx_asking": (NnxAsking, "asks for 'z_rng'"),
-    "linen_no_module": (no_module, "must return a Linen module"),
-    "nnx_no_module": (no_module, "must return a NNX module"),
-    "linen_no_call": (nn.Module, "must return a Linen module"),
-    "nnx_no_call": (NnxWithoutCall, "must return a NNX module"),
+    "linen_no_module": (no_module, "must return a flax.linen module"),
+    "nnx_no_module": (no_module, "must return a flax.nnx module"),
+    "linen_no_call": (nn.Module, "must return a flax.linen module"),
+    "nnx_no_call": (NnxWithoutCall, "must return a flax.nnx module"),
 }
 
 

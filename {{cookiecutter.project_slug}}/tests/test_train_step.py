@@ -103,14 +103,14 @@ def test_gradients_are_divided_by_the_weight_of_the_logged_loss(module, setup, m
 
         monkeypatch.setattr(task, "loss_and_metrics", loss_and_metrics)
 
-    updated = []
+    norms = []  # of the gradients: the update itself hardly depends on their size
     for factor in (1.0, 8.0):
         weigh(factor)
         state, step, rows, sharding = setup(accumulation_steps=2)
-        state, metrics, _ = step(state, jax.device_put(rows, sharding))
+        _, metrics, _ = step(state, jax.device_put(rows, sharding))
         assert metrics["loss"][1] == factor * rows["mask"].sum()
-        updated.append(jax.device_get(state.params))
-    jax.tree.map(np.testing.assert_array_equal, *updated)
+        norms.append(float(metrics["grad_norm"][0]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_dropout_differs_from_step_to_step_and_repeats_on_resume(module, setup):

@@ -125,6 +125,7 @@ def resolve(config: Config, rows: int | None) -> Config:
     `rows` is None for a stream, whose length is not known. Raises SettingError if there are
     too few rows for one batch.
     """
+    # Without epochs, 1000 steps stand in for one.
     steps_per_epoch = 1000 if rows is None else rows // config.batch_size
     if steps_per_epoch == 0:
         raise SettingError(

@@ -14,7 +14,8 @@ from .config import Config
 from .data import Data
 from .mesh import state_sharding
 from .optimizer import create_optimizer, create_schedule
-from .runtime.functional import PureFunctions, pure_functions
+from .runtime.functional import pure_functions
+from .runtime.network import PureFunctions
 
 
 class LossScale(flax.struct.PyTreeNode):

@@ -3,12 +3,12 @@
 import os
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import checks, sources
 from .config import Config, SettingError
+from .sources import arrays, checks
 
 TRAIN, VALIDATION, TEST = range(3)
 RULE = (
@@ -82,11 +82,13 @@ class Data(NamedTuple):
     """Digest of every image, label and group: a resumed run must see the same data."""
     split_rule: str = ""
     """How the rows were divided."""
+    metadata: dict[str, Any] | None = None
+    """What config.json keeps of the data, for when it is not there."""
     warnings: tuple[str, ...] = ()
     """What is unusual about the data or its splits, one line each."""
 
 
-def load(config: Config) -> Data:
+def load(config: Config, metadata: dict[str, Any] | None = None) -> Data:
     """Read the data set and check it. Raises SettingError for data that cannot be trained on.
 
     --data.path is an .npz file with `images` [rows, height, width] or [rows, height, width,
@@ -97,9 +99,9 @@ def load(config: Config) -> Data:
     path = config.data.path
     try:
         if path is not None:
-            data = split_rows(**sources.read_npz(Path(os.path.expanduser(path))))
+            data = split_rows(**arrays.read_npz(Path(os.path.expanduser(path))))
         else:
-            digits = sources.read_npz(Path(__file__).parent / "digits.npz")
+            digits = arrays.read_npz(Path(__file__).parent / "digits.npz")
             pixels = digits["images"].astype(np.uint16) * 255 // 16
             data = split_rows(pixels.astype(np.uint8), digits["labels"])
     except SettingError as error:

@@ -1,13 +1,13 @@
 """The data set: text as bytes, cut into windows, in three splits by content."""
 
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import sources
 from .config import Config, SettingError
 from .runtime.logs import counted
+from .sources.texts import SEED, SEPARATOR, read_texts
 
 TRAIN, VALIDATION, TEST = range(3)
 RULE = (
@@ -38,7 +38,7 @@ class Split:
         Each token but the last of a row predicts the next one. The mask says which predictions
         count: those of the bytes of a text and of the separator after it, not of the padding.
         """
-        tokens = np.full((len(indices), self.context + 1), sources.SEPARATOR, np.uint8)
+        tokens = np.full((len(indices), self.context + 1), SEPARATOR, np.uint8)
         mask = np.zeros((len(indices), self.context), np.float32)
         numbers = np.searchsorted(self.ends, indices, side="right")
         starts = (indices - self.ends[numbers] + self.windows[numbers]) * self.context
@@ -78,11 +78,13 @@ class Data(NamedTuple):
     """Digest of the text: a resumed run must see the same."""
     split_rule: str = ""
     """How the text was divided."""
+    metadata: dict[str, Any] | None = None
+    """What config.json keeps of the data, for when it is not there."""
     warnings: tuple[str, ...] = ()
     """What is unusual about the splits, one line each."""
 
 
-def load(config: Config) -> Data:
+def load(config: Config, metadata: dict[str, Any] | None = None) -> Data:
     """Find the text and check it. Raises SettingError for text that cannot be trained on.
 
     --data.path is a text file, a directory (every file in it that is not hidden), or a glob such as
@@ -91,7 +93,7 @@ def load(config: Config) -> Data:
     """
     path = config.data.path
     try:
-        texts = sources.read_texts(path)
+        texts = read_texts(path)
         parts = divide(texts)
     except SettingError as error:
         place = "the standard library" if path is None else f"--data.path {path}"
@@ -104,7 +106,7 @@ def load(config: Config) -> Data:
         test,
         num_outputs=256,
         fingerprint=blake2b(copies, digest_size=16).hexdigest(),
-        split_rule=RULE.format(seed=sources.SEED.decode()),
+        split_rule=RULE.format(seed=SEED.decode()),
         warnings=tuple(doubts(train, validation, test)),
     )
 

@@ -121,8 +121,8 @@ def test_the_splits_share_one_array(load, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["u1", "f2", "f4", ">f4", "f8", ">f8", "C", "zip"])
 def test_images_of_each_dtype_and_order_are_read(load, module, monkeypatch, tmp_path, dtype):
-    monkeypatch.setattr(module("sources"), "BLOCK", 7)
-    monkeypatch.setattr(module("checks"), "BLOCK", 100)
+    monkeypatch.setattr(module("sources.arrays"), "BLOCK", 7)
+    monkeypatch.setattr(module("sources.checks"), "BLOCK", 100)
     images = np.random.default_rng(0).integers(0, 256, (30, 5, 4, 3), dtype=np.uint8)
     labels = np.arange(30, dtype=">i4") % 2
     save = np.savez_compressed if dtype == "zip" else np.savez
@@ -346,10 +346,10 @@ def test_one_failure_is_not_taken_for_another(load, module, monkeypatch, tmp_pat
         raise error
 
     if isinstance(error, MemoryError):
-        monkeypatch.setattr(module("sources").np, "empty", fail)
+        monkeypatch.setattr(module("sources.arrays").np, "empty", fail)
         words = "needs 0.0 GiB of memory"
     else:
-        monkeypatch.setattr(module("sources").zipfile, "ZipFile", fail)
+        monkeypatch.setattr(module("sources.arrays").zipfile, "ZipFile", fail)
         words = r"Permission denied.*chmod"
     with pytest.raises(module("config").SettingError, match=words) as refusal:
         load(path)

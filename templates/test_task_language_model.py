@@ -187,7 +187,7 @@ def test_of_a_single_file_the_end_is_held_out(load, module, tmp_path, monkeypatc
     parts = [split.texts[0].tobytes().decode() for split in splits]
     assert [len(part) for part in parts] == [90, 5, 5]
     assert "".join(parts) == file.read_text()
-    monkeypatch.setattr(module("sources"), "LARGE", 10)
+    monkeypatch.setattr(module("sources.texts"), "LARGE", 10)
     mapped = load(file)
     assert isinstance(mapped.train.texts[0], np.memmap)
     assert mapped.fingerprint == data.fingerprint

@@ -179,7 +179,7 @@ def write_data(root):
 def flags(server, package, **changes):
     """Flags of a tiny run: 7 steps per epoch, or more for text."""
     settings = {"total_steps": 12, "batch_size": 16, "log_every": 2, "eval_every": 4}
-    settings |= {"checkpoint_every": 2, "data.source": "path", "optimizer.learning_rate": 0.01}
+    settings |= {"checkpoint_every": 2, "optimizer.learning_rate": 0.01}
     if "image" in package:
         settings |= {"data.path": server.root / "images.npz", "model.features": 8}
     else:

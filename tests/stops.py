@@ -107,7 +107,7 @@ class StoppedProject(bake.Project):
             draw = random.Random(0)
             words = ["".join(draw.choices("abcdef", k=3)) for _ in range(40)]
             text.write_text(" ".join(draw.choices(words, k=718)))  # 5 batches of 32 windows
-            self.flags += ["--data.source", "path", "--data.path", text]
+            self.flags += ["--data.path", text]
 
     def train(self, workdir: Path, *flags, stop: Stop | None = None) -> subprocess.Popen:
         """Train in a process of its own, watched by `watch` below."""

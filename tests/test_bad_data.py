@@ -192,7 +192,7 @@ def test_a_place_that_may_not_be_written(server, tmp_path):
     place = tmp_path / "run"
     place.mkdir()
     place.chmod(0o555)
-    words = flags(server, IMAGES, workdir=place, data__source=None, data__path=None)
+    words = flags(server, IMAGES, workdir=place, data__path=None)
     hooks = {become_nobody_with_data: None}
     text = server.start(train_with, hooks, *words).ends_with(2)
     one_message(text, "--workdir", "ermission denied")

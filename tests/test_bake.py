@@ -20,8 +20,8 @@ from bake import TEMPLATE, generated, with_derived
 from markdown_it import MarkdownIt
 
 PACKAGE_FILES = """
-    __init__ batches checks config data evaluate mesh model optimizer sources task train train_state
-    train_step
+    __init__ batches config data evaluate mesh model optimizer sources/__init__ task train
+    train_state train_step
     runtime/__init__ runtime/accelerators runtime/advice runtime/checkpoint runtime/command_line
     runtime/devices runtime/digests runtime/events runtime/failures runtime/functional
     runtime/init_from runtime/logs runtime/manifest runtime/network runtime/order
@@ -30,12 +30,14 @@ PACKAGE_FILES = """
     runtime/terminal runtime/watchdog runtime/workdir
     tools/__init__ tools/bench tools/check_flags
 """
+OF_IMAGES = {"digits.npz", "sources/arrays.py", "sources/checks.py"}
+OF_TEXT = {"sources/texts.py"}
 FILES = {
     *(".gitattributes", ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md"),
     *("launch.sh", "launch/Dockerfile", "launch/jobset.yaml", "launch/slurm.sbatch"),
     *("pyproject.toml", "setup.sh", "xla_flags.env"),
     *(f"my_flax_project/{name}.py" for name in PACKAGE_FILES.split()),
-    "my_flax_project/digits.npz",
+    *(f"my_flax_project/{name}" for name in OF_IMAGES),
     *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_imports.py"),
     *("tests/test_run.py", "tests/test_task.py", "tests/test_train_step.py"),
 }  # of the first choice of each question
@@ -44,8 +46,9 @@ NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 
 def files_of(task):
     """Names of the files of a project of this task."""
-    of_images = {"my_flax_project/digits.npz", "my_flax_project/checks.py"}
-    return FILES if task == "image_classification" else FILES - of_images
+    of_images = {f"my_flax_project/{name}" for name in OF_IMAGES}
+    of_text = {f"my_flax_project/{name}" for name in OF_TEXT}
+    return FILES if task == "image_classification" else FILES - of_images | of_text
 
 
 def files_in(project):
@@ -147,8 +150,9 @@ def test_ruff_finds_nothing(tmp_path, accelerator):
 
 
 # What may differ between two projects that differ in one answer.
-TASK = {"README.md", "tests/test_task.py", "my_flax_project/digits.npz"}
-TASK |= {f"my_flax_project/{name}.py" for name in ("checks", "data", "model", "sources", "task")}
+TASK = {"README.md", "tests/test_task.py"}
+TASK |= {f"my_flax_project/{name}.py" for name in ("data", "model", "sources/__init__", "task")}
+TASK |= {f"my_flax_project/{name}" for name in OF_IMAGES | OF_TEXT}
 DIFFERING = {
     "project_name": {"README.md", "pyproject.toml"},
     "author_name": {"pyproject.toml"},

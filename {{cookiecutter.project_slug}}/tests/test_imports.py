@@ -13,8 +13,9 @@ def imports(root: Path) -> dict[str, set[str]]:
     files = {name_of(file.relative_to(root)): file for file in root.rglob("*.py")}
     found: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
+        place = list(file.relative_to(root).parts)  # a package's own modules are below its name
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            found[name] |= set(targets(node, name.split("."), root.name)) & files.keys() - {name}
+            found[name] |= set(targets(node, place, root.name)) & files.keys() - {name}
     return found
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -97,6 +97,13 @@ class DataSet(Protocol):
     @property
     def warnings(self) -> Sequence[str]:
         """A line for each thing that is unusual about the data."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any] | None:
+        """What must be known of the data when it is not there, such as the names of the classes.
+
+        config.json keeps it, so it is made of texts, numbers, lists and dictionaries.
+        """
 
 
 AHEAD = 2  # batches that each worker prepares before they are asked for

@@ -7,6 +7,7 @@ from typing import Literal
 
 from .model import ModelConfig
 from .runtime.settings import SettingError, check_minima, require, setting
+from .sources import DataConfig
 from .task import TaskConfig
 
 
@@ -24,16 +25,6 @@ class OptimizerConfig:
     """Decoupled weight decay, of parameters named kernel only."""
     clip_norm: float = setting(1.0, least=0.0)
     """Largest global gradient norm (0 = no clipping)."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    source: Literal["auto", "builtin", "path"] = setting("auto", resume="allowed")
-    """Where the data comes from (auto: --data.path if it is given, else the built-in data)."""
-    path: str | None = setting(None, resume="allowed")
-    """Where your own data is; data.py says in which form."""
-    workers: int = setting(0, least=0, resume="allowed")
-    """Threads that prepare batches ahead (0 = prepared in the loop: best for data in memory)."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +131,7 @@ def resolve(config: Config, rows: int | None) -> Config:
     if total is None:
         total = 600 if config.epochs is None else max(round(config.epochs * steps_per_epoch), 1)
     every = steps_per_epoch if config.eval_every is None else config.eval_every
-    source: Literal["builtin", "path"] = "path" if config.data.path else "builtin"
-    settings = dataclasses.replace(config.data, source=source)
-    return dataclasses.replace(
-        config, total_steps=total, epochs=None, eval_every=every, data=settings
-    )
+    return dataclasses.replace(config, total_steps=total, epochs=None, eval_every=every)
 
 
 def check(config: Config) -> None:
@@ -162,12 +149,6 @@ def check(config: Config) -> None:
     micro = config.batch_size % config.accumulation_steps
     rule = f"a multiple of --accumulation-steps {config.accumulation_steps}"
     require(micro == 0, "batch_size", config.batch_size, rule)
-    if config.data.source == "path" and not config.data.path:
-        raise SettingError("--data.source path needs --data.path, the place of your data")
-    if config.data.source == "builtin" and config.data.path:
-        raise SettingError(
-            f"--data.source builtin does not read --data.path {config.data.path}: give one of them"
-        )
     if config.early_stopping_patience and config.eval_every == 0:
         raise SettingError(
             f"--early-stopping-patience {config.early_stopping_patience}: counts evaluations, and "

@@ -102,9 +102,9 @@ def load_run(
         mesh=MeshConfig(fsdp=math.gcd(config.mesh.fsdp, count)),
     )
     if data_path is not None:
-        settings = dataclasses.replace(config.data, source="path", path=data_path)
+        settings = dataclasses.replace(config.data, path=data_path)
         config = dataclasses.replace(config, data=settings)
-    dataset = load_data(config, known["data"])
+    dataset = load_data(config, known)
     device_mesh = mesh.create_mesh(config.mesh, config.batch_size, 1)
     _, abstract = plan_train_state(config, dataset, device_mesh)
     with contextlib.closing(Checkpoints(path)) as checkpoints:
@@ -117,10 +117,14 @@ def load_run(
     return config, dataset, device_mesh, state
 
 
-def load_data(config: Config, trained_on: dict) -> data.Data:
-    """The data of a run, wherever it is now, or other data for the same outputs."""
+def load_data(config: Config, known: dict) -> data.Data:
+    """The data of a run, wherever it is now, or other data for the same outputs.
+
+    `known` is the content of the run's config.json.
+    """
+    trained_on = known["data"]
     try:
-        dataset = data.load(config)
+        dataset = data.load(config, known.get("metadata"))
     except SettingError as error:
         raise SettingError(f"{error}. If the data has moved: evaluate --data.path PLACE") from error
     if dataset.fingerprint != trained_on["fingerprint"]:

@@ -69,6 +69,7 @@ def main(config: Config, compile_step: Callable = compile_train_step) -> dict[st
             config,
             splits.describe(dataset),
             split_rule=dataset.split_rule,
+            metadata=dataset.metadata,
             best_by=task.BEST_METRIC,
         )
         processes.require_same(known)

@@ -29,10 +29,10 @@ REPEATED = ("devices", "processes", "xla_flags", "versions")  # in result.json a
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe(config: Config, data: dict[str, Any], **notes: str) -> dict[str, Any]:
+def describe(config: Config, data: dict[str, Any], **notes: Any) -> dict[str, Any]:
     """The contents of config.json: every setting, the data, the code, the devices and versions.
 
-    A resumed run must see the same `data`. The notes are for the reader only.
+    A resumed run must see the same `data`; the notes may differ.
     """
     return {
         "settings": dataclasses.asdict(config),

@@ -61,7 +61,7 @@ LIBRARIES = words("""
     charset_normalizer dateutil python_dateutil filelock multidict aiohttp yarl matplotlib sklearn
 """)
 OWN = words("""
-    batches checks config data digits evaluate mesh model optimizer runtime sources task tools train
+    batches config data digits evaluate mesh model optimizer runtime sources task tools train
     train_state train_step
     tests launch runs checkpoints src build dist scripts docs conftest setup venv xla_flags
     makefile readme license pyproject

@@ -62,7 +62,7 @@ REFUSED_SLUGS = {
     ),
     "inside the project": words(
         "train model data task config optimizer train_state train_step mesh runtime tools digits "
-        "checks evaluate sources batches tests launch setup runs checkpoints src build dist "
+        "mesh evaluate sources batches tests launch setup runs checkpoints src build dist "
         "scripts docs Train"
     ),
     "on Windows": words("con nul aux prn com1 com9 lpt1 lpt9 CON con. Nul"),
@@ -292,7 +292,7 @@ def names_of_projects(tmp_path_factory):
 
 
 def test_every_module_and_directory_of_the_project_is_refused(names_of_projects):
-    assert {"model", "checks", "runtime", "tests", "readme"} <= names_of_projects
+    assert {"model", "sources", "runtime", "tests", "readme"} <= names_of_projects
     assert {name for name in names_of_projects if not hook.slug_faults(name)} == set()
 
 

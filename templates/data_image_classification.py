@@ -1,6 +1,8 @@
 """The data set: images and labels, divided into three splits by their content, not their order."""
 
+import dataclasses
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,44 +10,62 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .config import Config, SettingError
-from .sources import arrays, checks
+from .sources import Found, checks, read
+from .sources.listing import NOT_GIVEN, TEST, TRAIN, VALIDATION
+from .sources.pictures import Pictures
 
-TRAIN, VALIDATION, TEST = range(3)
-RULE = (
-    "Sorted by class and by a digest of {content} (blake2b, key '{seed}'), every fifth {unit} is "
-    "for the test and every tenth of the others for validation."
-)
+SORTED = "by class and by a digest of {content} (blake2b, key '{seed}'), every"
+RULES = {  # by the splits that the data do not bring
+    (): "The data bring their splits.",
+    (TEST, VALIDATION): "Sorted " + SORTED + " fifth {unit} is for the test and every tenth of "
+    "the others for validation.",
+    (TEST,): "The data bring no test: of the rows to train on, sorted " + SORTED + " fifth {unit} "
+    "is for it.",
+    (VALIDATION,): "The data bring no validation: of the rows to train on, sorted " + SORTED + " "
+    "tenth {unit} is for it.",
+}
 EQUAL_IMAGES = {"content": "the pixels", "unit": "image, equal ones counted once,"}
+EQUAL_NAMES = {"content": "the path", "unit": "picture"}
 GROUPS = {"content": "their names", "unit": "group"}
 
 
 class Split:
     """Images uint8 or float32 [rows, height, width, channels] and labels int32 [rows].
 
-    One of the two kinds of split that batches.py describes: Rows. All splits share one array of
-    images, and `numbers` int64 [rows] are the rows of this one (default: all of them).
+    One of the two kinds of split that batches.py describes: Rows. All splits share the images,
+    and `numbers` int64 [rows] are the rows of this one (default: all of them). `classes` are the
+    names of the classes (default: their numbers).
     """
 
     class_weights: np.ndarray | None = None
     """Weight float32 [classes] of each class in the loss, with --task.class-weights balanced."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, numbers: np.ndarray | None = None):
+    def __init__(
+        self,
+        images: Any,
+        labels: np.ndarray,
+        numbers: np.ndarray | None = None,
+        classes: Sequence[str] = (),
+    ):
         self.numbers = np.arange(len(labels)) if numbers is None else numbers
         self.shared_images = images
         self.labels = labels[self.numbers]
-        self.counts = np.bincount(self.labels, minlength=len(np.bincount(labels)))
+        self.classes = classes or tuple(map(str, range(labels.max() + 1)))
+        self.counts = np.bincount(self.labels, minlength=len(self.classes))
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The batch of these rows. The mask says which count: all of them, here."""
-        labels = self.labels[indices]
+        """The batch of these rows. The mask says which count: all but unreadable pictures."""
+        labels, numbers = self.labels[indices], self.numbers[indices]
         batch = {
-            "image": self.shared_images[self.numbers[indices]],
+            "image": self.shared_images[numbers],
             "label": labels,
             "mask": np.ones(len(indices), np.float32),
         }
+        if isinstance(self.shared_images, Pictures):
+            batch["mask"] = self.shared_images.is_readable(numbers).astype(np.float32)
         if self.class_weights is not None:
             batch["class_weight"] = self.class_weights[labels]
         return batch
@@ -59,15 +79,21 @@ class Split:
     def summary(self) -> str:
         """Rows and classes, as the start of the log shows them."""
         counts = self.counts
-        sizes = f"{counts.min():,} to {counts.max():,}"
+        sizes = f" of {counts.min():,} to {counts.max():,} rows"
         if counts.max() > 2 * counts.min() and len(counts) <= 20:
-            sizes = ", ".join(f"{count:,}" for count in counts)
-        return f"{len(self):,} rows, {len(counts)} classes of {sizes} rows"
+            pairs = zip(self.classes, counts, strict=True)
+            sizes = ": " + ", ".join(f"{ascii(name)[1:-1]} {count:,}" for name, count in pairs)
+        return f"{len(self):,} rows, {len(counts)} classes{sizes}"
 
     @property
     def baseline(self) -> dict[str, float]:
         """The accuracy of always answering the most frequent class."""
         return {"largest_class": float(self.counts.max() / len(self))}
+
+    @property
+    def workers(self) -> int:
+        """Threads that prepare batches unless --data.workers says how many."""
+        return min(os.cpu_count() or 1, 8) if isinstance(self.shared_images, Pictures) else 0
 
 
 class Data(NamedTuple):
@@ -80,6 +106,8 @@ class Data(NamedTuple):
     """Number of classes."""
     fingerprint: str
     """Digest of every image, label and group: a resumed run must see the same data."""
+    found: str = ""
+    """What was read, one line."""
     split_rule: str = ""
     """How the rows were divided."""
     metadata: dict[str, Any] | None = None
@@ -91,58 +119,100 @@ class Data(NamedTuple):
 def load(config: Config, metadata: dict[str, Any] | None = None) -> Data:
     """Read the data set and check it. Raises SettingError for data that cannot be trained on.
 
-    --data.path is an .npz file with `images` [rows, height, width] or [rows, height, width,
-    channels], uint8 (0 to 255) or float (0 to 1), and `labels`, numbers [rows] that count the
-    classes from 0, or one-hot [rows, classes]. In an optional array `groups` [rows] rows that
-    belong together, such as all images of one patient, have the same number or name.
+    README.md says what --data.path may be. `metadata` is that of a run which the data are to be
+    scored by: they get the image size and the numbers of the classes that it was trained with.
     """
-    path = config.data.path
+    settings, place = config.data, f"--data.path {config.data.path}"
+    if settings.path is None:
+        settings = dataclasses.replace(settings, path=str(Path(__file__).parent / "digits.npz"))
+        place = "digits.npz"
     try:
-        if path is not None:
-            data = split_rows(**arrays.read_npz(Path(os.path.expanduser(path))))
-        else:
-            digits = arrays.read_npz(Path(__file__).parent / "digits.npz")
-            pixels = digits["images"].astype(np.uint16) * 255 // 16
-            data = split_rows(pixels.astype(np.uint8), digits["labels"])
+        found = read(settings, metadata)
+        if config.data.path is None:
+            pixels = found.images.astype(np.uint16) * 255 // 16
+            found = found._replace(images=pixels.astype(np.uint8))
+        data = split_rows(found)
     except SettingError as error:
-        place = "digits.npz" if path is None else f"--data.path {path}"
         raise SettingError(f"{place}: {error}") from error
     if config.task.class_weights == "balanced":
-        counts = data.train.counts
+        counts = np.maximum(data.train.counts, 1)
         weights = (len(data.train) / (len(counts) * counts)).astype(np.float32)
         for split in (data.train, data.validation, data.test):
             split.class_weights = weights
     return data
 
 
-def split_rows(images: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None) -> Data:
-    """Check arrays of the form that load() describes, and divide their rows into three splits.
+def split_rows(found: Found) -> Data:
+    """Check images and groups, and divide the rows into three splits if the data do not.
 
     The rows of one group, or else of equal images, form a unit, which is in one split as a whole.
     """
-    images = checks.with_channels(images)
-    labels = checks.class_numbers(labels, rows=len(images))
-    keys, warnings = checks.examine(images)
-    units = keys if groups is None else checks.group_keys(groups, rows=len(images))
-    parts = divide(units, labels)
+    images, labels, warnings = found.images, found.labels, list(found.notes)
+    if isinstance(images, Pictures):
+        keys, units_are = images.keys(), EQUAL_NAMES
+    else:
+        keys, doubts_of_images = checks.examine(images)
+        warnings, units_are = warnings + doubts_of_images, EQUAL_IMAGES
+    units = keys
+    if found.groups is not None:
+        units, units_are = checks.group_keys(found.groups, rows=len(images)), GROUPS
+    parts, rule = fill_splits(found.parts, units, labels, found.classes)
     train, validation, test = splits = [
-        Split(images, labels, np.flatnonzero(parts == part)) for part in (TRAIN, VALIDATION, TEST)
+        Split(images, labels, np.flatnonzero(parts == part), found.classes)
+        for part in (TRAIN, VALIDATION, TEST)
     ]
-    units_are = EQUAL_IMAGES if groups is None else GROUPS
     content = keys.tobytes() + labels.tobytes() + units.tobytes()
+    if (found.parts != NOT_GIVEN).any():
+        content += found.parts.tobytes()
+    fingerprint = blake2b(content, digest_size=16)
+    fingerprint.update(str((images.shape, found.classes)).encode())
     return Data(
         train,
         validation,
         test,
-        num_outputs=len(train.counts),
-        fingerprint=blake2b(content, digest_size=16).hexdigest(),
-        split_rule=RULE.format(seed=checks.SEED.decode(), **units_are),
+        num_outputs=len(found.classes),
+        fingerprint=fingerprint.hexdigest(),
+        found=describe(found),
+        split_rule=rule.format(seed=checks.SEED.decode(), **units_are),
+        metadata={"classes": list(found.classes), "image_shape": list(images.shape[1:])},
         warnings=(*warnings, *doubts(splits, keys, labels)),
     )
 
 
-def divide(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The split of each row: TRAIN, VALIDATION or TEST, int8 [rows].
+def describe(found: Found) -> str:
+    """One line about what was found, for the start of the log."""
+    height, width, channels = found.images.shape[1:]
+    names = ", ".join(ascii(name)[1:-1] for name in found.classes[:8])
+    more = ", ..." if len(found.classes) > 8 else ""
+    return (
+        f"{found.form}: {len(found.images):,} images {height} x {width} x {channels} "
+        f"{found.images.dtype}, {len(found.classes)} classes ({names}{more})"
+    )
+
+
+def fill_splits(
+    parts: np.ndarray, units: np.ndarray, labels: np.ndarray, classes: Sequence[str]
+) -> tuple[np.ndarray, str]:
+    """The split of each row, int8 [rows], and the rule: what the data leave open is divided."""
+    missing = [part for part in (TEST, VALIDATION) if part not in parts]
+    divided = np.flatnonzero((parts == NOT_GIVEN) | (parts == TRAIN))
+    if not len(divided):
+        raise SettingError("has no rows to train on: there must be some beside those held out")
+    filled = parts.copy()
+    if missing:
+        if len(divided) < 10:
+            raise SettingError(f"{len(divided)} rows: three splits need at least 10")
+        filled[divided] = divide(units[divided], labels[divided], classes, missing)
+    return filled, RULES[tuple(missing)]
+
+
+def divide(
+    keys: np.ndarray,
+    labels: np.ndarray,
+    classes: Sequence[str],
+    held_out: Sequence[int] = (TEST, VALIDATION),
+) -> np.ndarray:
+    """The split of each row: TRAIN or one of those held out, int8 [rows].
 
     `keys` uint64 [rows] are equal for the rows of a unit. Only keys and labels decide, so the rows
     of a file may come in any order. Every class is trained on, or SettingError says which cannot.
@@ -157,20 +227,23 @@ def divide(keys: np.ndarray, labels: np.ndarray) -> np.ndarray:
     order = np.lexsort((units, pair_class[first_of_unit]))
 
     part = np.full(len(units), TRAIN, np.int8)
-    part[order[::5]] = TEST
-    part[np.delete(order, np.s_[::5])[::10]] = VALIDATION
+    rest = order
+    if TEST in held_out:
+        part[rest[::5]], rest = TEST, np.delete(rest, np.s_[::5])
+    if VALIDATION in held_out:
+        part[rest[::10]] = VALIDATION
     rank = np.argsort(order)
     untrained = np.setdiff1d(labels, labels[part[unit_of_row] == TRAIN])
     for label in untrained:
         holders = pair_unit[pair_class == label]  # of the test if possible: it has more of them
         part[holders[np.lexsort((rank[holders], part[holders] == VALIDATION))[0]]] = TRAIN
     small = np.union1d(np.flatnonzero(np.bincount(pair_class) < 3), untrained)
-    for held_out, name in ((VALIDATION, "validation"), (TEST, "the test")):
-        if held_out not in part:
+    for number, name in ((VALIDATION, "validation"), (TEST, "the test")):
+        if number in held_out and number not in part:
             raise SettingError(
                 f"no row is left for {name}: equal images and rows of one group stay together, "
                 f"which leaves {len(units)} units, and every class must be trained on. Add rows of "
-                f"{of_classes(small)}, which fewer than three units have, or leave them out"
+                f"{of_classes(small, classes)}, which fewer than three units have, or remove them"
             )
     return part[unit_of_row]
 
@@ -179,24 +252,27 @@ def doubts(splits: list[Split], keys: np.ndarray, labels: np.ndarray) -> list[st
     """What to know about the splits before their scores are trusted, one line each."""
     found = []
     train, validation, test = splits
+    missing = np.setdiff1d(labels, train.labels)
+    if len(missing):
+        found.append(f"no row of {of_classes(missing, train.classes)} is trained on")
     bounds = ((validation, "validation", 0.03, 0.2), (test, "the test", 0.1, 0.35))
     for split, name, least, most in bounds:
-        missing = np.flatnonzero(split.counts == 0)
+        missing = np.setdiff1d(labels, split.labels)
         if len(missing):
-            found.append(
-                f"{name} has no row of {of_classes(missing)}: its scores do not count them"
-            )
+            which = of_classes(missing, train.classes)
+            found.append(f"{name} has no row of {which}: its scores do not count them")
         share = len(split) / len(labels)
         if not least <= share <= most:
-            found.append(f"{name} has {share:.1%} of the rows: the groups are few or unequal")
+            found.append(f"{name} has {share:.1%} of the rows, an unusual share")
         leaked = np.isin(keys[split.numbers], keys[train.numbers]).sum()
         if leaked:
-            found.append(f"{leaked} images of {name} are trained on as well, in another group")
+            found.append(f"{leaked} images of {name} are trained on as well")
     counts = np.bincount(labels)
     if counts.max() > 0.9 * len(labels):
         found.append(
-            f"{counts.max():,} of {len(labels):,} rows are of class {counts.argmax()}: always to "
-            f"answer it is an accuracy of {counts.max() / len(labels):.4f}"
+            f"{counts.max():,} of {len(labels):,} rows are of "
+            f"{of_classes(np.array([counts.argmax()]), train.classes)}: always to answer it is "
+            f"an accuracy of {counts.max() / len(labels):.4f}"
         )
     order = np.lexsort((labels, keys))
     equal, differ = np.diff(keys[order]) == 0, np.diff(labels[order]) != 0
@@ -209,7 +285,7 @@ def doubts(splits: list[Split], keys: np.ndarray, labels: np.ndarray) -> list[st
     return found
 
 
-def of_classes(numbers: np.ndarray) -> str:
-    """'class 3' or 'classes 0, 5, 6, ...'."""
-    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-    return f"{'class' if len(numbers) == 1 else 'classes'} {shown}"
+def of_classes(numbers: np.ndarray, names: Sequence[str]) -> str:
+    """'class 3' or 'classes cat, dog, ...'."""
+    shown = ", ".join(ascii(names[number])[1:-1] for number in numbers[:5])
+    return f"{'class' if len(numbers) == 1 else 'classes'} {shown}{', ...' * (len(numbers) > 5)}"

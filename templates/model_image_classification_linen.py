@@ -24,11 +24,15 @@ class ModelConfig:
         require(0 <= rate < 1, "model.dropout_rate", rate, "at least 0 and below 1")
 
 
+GRID = 2  # places along each side that the dense layer sees of an image, whatever its size
 TINY = ModelConfig(features=(8,), dropout_rate=0.5)  # for tests: compiles in a moment
 
 
 class CNN(nn.Module):
-    """Blocks of convolution, batch normalisation and ReLU, then one dense layer."""
+    """Blocks of convolution, batch normalisation and ReLU, then one dense layer.
+
+    Images may have any size: the last block is averaged over a grid of GRID x GRID places.
+    """
 
     config: ModelConfig
     num_classes: int
@@ -45,7 +49,8 @@ class CNN(nn.Module):
                     # Before ReLU, which gives the same: after, XLA makes bfloat16 NaN on the CPU.
                     x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
                 x = nn.relu(x)
-        x = x.reshape(x.shape[0], -1)
+        x = jax.image.resize(x, (len(x), GRID, GRID, x.shape[3]), "linear")
+        x = x.reshape(len(x), -1)
         x = nn.Dropout(self.config.dropout_rate, deterministic=not train)(x)
         return nn.Dense(self.num_classes, dtype=self.dtype)(x)
 

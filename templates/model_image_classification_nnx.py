@@ -24,6 +24,7 @@ class ModelConfig:
         require(0 <= rate < 1, "model.dropout_rate", rate, "at least 0 and below 1")
 
 
+GRID = 2  # places along each side that the dense layer sees of an image, whatever its size
 TINY = ModelConfig(features=(8,), dropout_rate=0.5)  # for tests: compiles in a moment
 
 
@@ -39,26 +40,22 @@ class ConvNorm(nnx.Module):
 
 
 class CNN(nnx.Module):
-    """Blocks of convolution, batch normalisation and ReLU, then one dense layer."""
+    """Blocks of convolution, batch normalisation and ReLU, then one dense layer.
+
+    Images may have any size: the last block is averaged over a grid of GRID x GRID places.
+    """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        image_shape: tuple[int, int, int],
-        num_classes: int,
-        dtype: Any,
-        rngs: nnx.Rngs,
+        self, config: ModelConfig, channels: int, num_classes: int, dtype: Any, rngs: nnx.Rngs
     ):
-        height, width, channels = image_shape
         self.blocks: nnx.List = nnx.List()
         for features in config.features:
             first = ConvNorm(channels, features, dtype, rngs)
             second = ConvNorm(features, features, dtype, rngs)
             self.blocks.append(nnx.List([first, second]))
             channels = features
-            height, width = -(-height // 2), -(-width // 2)
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
-        self.head = nnx.Linear(height * width * channels, num_classes, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(GRID * GRID * channels, num_classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Images [batch, height, width, channels] to logits [batch, num_classes]."""
@@ -66,7 +63,8 @@ class CNN(nnx.Module):
             x = second(nnx.relu(first(x)))
             # Before ReLU, which gives the same: after it, XLA makes bfloat16 NaN on the CPU.
             x = nnx.relu(nnx.max_pool(x, (2, 2), strides=(2, 2), padding="SAME"))
-        x = x.reshape(x.shape[0], -1)
+        x = jax.image.resize(x, (len(x), GRID, GRID, x.shape[3]), "linear")
+        x = x.reshape(len(x), -1)
         return self.head(self.dropout(x))
 
 
@@ -78,4 +76,4 @@ def build(
     rngs: nnx.Rngs,
 ) -> nnx.Module:
     """The network for inputs of this shape. It computes in dtype; its parameters are float32."""
-    return CNN(config, inputs.shape[1:], num_outputs, dtype, rngs)
+    return CNN(config, inputs.shape[-1], num_outputs, dtype, rngs)

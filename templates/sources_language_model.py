@@ -9,5 +9,8 @@ from ..runtime.settings import setting
 class DataConfig:
     path: str | None = setting(None, resume="allowed")
     """Your own text; README.md says in which forms (default: Python's standard library)."""
-    workers: int = setting(0, least=0, resume="allowed")
-    """Threads that prepare batches ahead (0 = prepared in the loop: best for data in memory)."""
+    workers: int | None = setting(None, least=0, resume="allowed")
+    """Threads that prepare batches ahead (default: 0, prepared in the loop: best for text)."""
+
+    def check(self) -> None:
+        """Raise SettingError for a setting that cannot be used."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .runtime.settings import require, setting
+from .sources import DataConfig
 
 # The validation metric that chooses the best checkpoint, and whether more of it is better.
 BEST_METRIC, HIGHER_IS_BETTER = "accuracy", True
@@ -29,6 +30,32 @@ class TaskConfig:
 def model_inputs(batch: dict[str, Any]) -> jax.Array:
     """What the model is applied to: images float32 [batch, height, width, channels], 0 to 1."""
     return normalize(batch["image"])
+
+
+def augment(batch: dict[str, Any], key: jax.Array, config: DataConfig) -> dict[str, Any]:
+    """A batch to train on with its images changed at random, as --data.augment says.
+
+    Each row has a key of its own, from the seed, the step and its place in the batch: a resumed
+    run, or one on more devices, changes every image as before.
+    """
+    if config.augment == "none":
+        return batch
+    images = batch["image"]
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(images)))
+    images = jnp.where(
+        jax.vmap(jax.random.bernoulli)(keys)[:, None, None, None], images[:, :, ::-1], images
+    )
+    if config.augment == "crop-flip":
+        images = jax.vmap(move)(images, keys)
+    return batch | {"image": images}
+
+
+def move(image: jax.Array, key: jax.Array) -> jax.Array:
+    """An image [height, width, channels], moved by up to an eighth; its border is reflected."""
+    most = jnp.array([image.shape[0] // 8, image.shape[1] // 8])
+    padded = jnp.pad(image, [(n // 8, n // 8) for n in image.shape[:2]] + [(0, 0)], "reflect")
+    start = jax.random.randint(jax.random.fold_in(key, 1), (2,), 0, 2 * most + 1)
+    return jax.lax.dynamic_slice(padded, (*start, 0), image.shape)
 
 
 def normalize(images: jax.Array) -> jax.Array:

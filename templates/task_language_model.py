@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .runtime.settings import setting
+from .sources import DataConfig
 
 # The validation metric that chooses the best checkpoint, and whether more of it is better.
 BEST_METRIC, HIGHER_IS_BETTER = "loss", False
@@ -27,6 +28,11 @@ class TaskConfig:
 def model_inputs(batch: dict[str, Any]) -> jax.Array:
     """What the model is applied to: tokens int32 [batch, context], all but the last of each row."""
     return batch["tokens"][:, :-1].astype(jnp.int32)
+
+
+def augment(batch: dict[str, Any], key: jax.Array, config: DataConfig) -> dict[str, Any]:
+    """A batch to train on, changed at random: text is left as it is."""
+    return batch
 
 
 def loss_and_metrics(

@@ -17,6 +17,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from run_hooks import pause_before, save_synchronously
 PACKAGES = [f"{task}_{api}" for task, api in COMBINATIONS]
 IMAGES, IMAGES_NNX, TEXT, TEXT_NNX = PACKAGES
 TIMEOUT = 120  # seconds that no run comes near
+TWO = {"TRAIN_NUM_PROCESSES": "2", "TRAIN_COORDINATOR_TIMEOUT": "60"}
 
 
 def serve(root):
@@ -256,6 +258,28 @@ def damage(file, kind):
     elif content:
         content[len(content) // 2] ^= 4
     file.write_bytes(content)
+
+
+def two_processes():
+    """What launch.sh would tell two processes that join each other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [
+        TWO | {"TRAIN_COORDINATOR": address, "TRAIN_PROCESS_ID": str(rank)} for rank in range(2)
+    ]
+
+
+def start_two(server, function, *args, package=IMAGES):
+    return [server.start(function, *args, package=package, env=env) for env in two_processes()]
+
+
+def end_with(processes, code):
+    """Wait for this exit code of every process; return what each printed."""
+    codes = [process.wait() for process in processes]
+    texts = [process.text for process in processes]
+    assert codes == [code] * len(codes), "\n====\n".join(text[-3000:] for text in texts)
+    return texts
 
 
 # ------------------------------------------------------------------------------- What children do

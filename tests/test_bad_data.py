@@ -57,7 +57,7 @@ def image_cases(folder):
     add("labels in pairs", "(80, 2)", "one label for each", labels=labels.reshape(80, 2))
     add("labels half", "row 1 is 0.5", "whole number", "np.unique", labels=labels / 2)
     add("labels NaN", "row 7 is nan", "isfinite", labels=label(np.nan, float))
-    add("labels text", "<U", "whole numbers", "np.unique", labels=labels.astype(str))
+    add("labels complex", "complex128", "whole numbers", "np.unique", labels=labels * 1j)
     add("labels objects", "`labels`", "object", "tolist", labels=labels.astype(object))
     add("labels missing", "(159,)", "one label for each", labels=labels[1:])
     add("NaN", "number 7", "not finite", "remove", images=pixel(np.nan))
@@ -105,14 +105,15 @@ def image_cases(folder):
         (folder / name).write_bytes(content)
         cases[name] = (folder / name, ["--data.path", ".npz", "images", "labels"])
     np.save(folder / "one.npy", images)
-    np.savez(folder / "other.npz", x_train=images, y_train=labels)
+    np.savez(folder / "other.npz", x_all=images, y_all=labels)
     with zipfile.ZipFile(folder / "photos.zip", "w") as file:
         file.writestr("a.jpg", b"no array")
     os.mkfifo(folder / "pipe")
     (folder / "directory").mkdir()
-    for name in ("one.npy", "other.npz", "directory", "photos.zip", "pipe"):
+    for name in ("one.npy", "other.npz", "photos.zip", "pipe"):
         cases[name] = (folder / name, ["--data.path", ".npz", "images", "labels"])
-    cases["other.npz"][1].extend(["`x_train` float64 [160, 8, 8, 1]", "file['y_train']"])
+    cases["other.npz"][1].extend(["`x_all` float64 [160, 8, 8, 1]", "file['y_all']"])
+    cases["directory"] = (folder / "directory", ["no files", "arrays:", "folders:", "table:"])
     cases["absent.npz"] = (folder / "absent.npz", ["--data.path", "no such file"])
     below = folder / "one.npy" / "my.npz"
     cases["below a file"] = (below, ["--data.path", "Not a directory"])

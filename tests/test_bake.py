@@ -30,7 +30,10 @@ PACKAGE_FILES = """
     runtime/terminal runtime/watchdog runtime/workdir
     tools/__init__ tools/bench tools/check_flags
 """
-OF_IMAGES = {"digits.npz", "sources/arrays.py", "sources/checks.py"}
+OF_IMAGES = {
+    *("digits.npz", "sources/arrays.py", "sources/checks.py", "sources/folders.py"),
+    *("sources/listing.py", "sources/pictures.py", "sources/tables.py"),
+}
 OF_TEXT = {"sources/texts.py"}
 FILES = {
     *(".gitattributes", ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md"),

@@ -7,7 +7,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,40 +17,20 @@ import pytest
 from children import (
     IMAGES,
     TEXT_NNX,
+    end_with,
     evaluate,
     flags,
     one_message,
     result_of,
     snapshot,
+    start_two,
     train,
     train_with,
+    two_processes,
 )
 from run_hooks import before_step
 
 PROJECT = bake.ROOT / "{{cookiecutter.project_slug}}"
-TWO = {"TRAIN_NUM_PROCESSES": "2", "TRAIN_COORDINATOR_TIMEOUT": "60"}
-
-
-def two_processes():
-    """What launch.sh would tell two processes that join each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return [
-        TWO | {"TRAIN_COORDINATOR": address, "TRAIN_PROCESS_ID": str(rank)} for rank in range(2)
-    ]
-
-
-def start_two(server, function, *args, package=IMAGES):
-    return [server.start(function, *args, package=package, env=env) for env in two_processes()]
-
-
-def end_with(processes, code):
-    """Wait for this exit code of every process; return what each printed."""
-    codes = [process.wait() for process in processes]
-    texts = [process.text for process in processes]
-    assert codes == [code] * len(codes), "\n====\n".join(text[-3000:] for text in texts)
-    return texts
 
 
 def score(server, run, *words, count=2, package=IMAGES):

@@ -62,7 +62,7 @@ REFUSED_SLUGS = {
     ),
     "inside the project": words(
         "train model data task config optimizer train_state train_step mesh runtime tools digits "
-        "mesh evaluate sources batches tests launch setup runs checkpoints src build dist "
+        "evaluate sources batches tests launch setup runs checkpoints src build dist "
         "scripts docs Train"
     ),
     "on Windows": words("con nul aux prn com1 com9 lpt1 lpt9 CON con. Nul"),

@@ -26,8 +26,9 @@ converts them there. int64 and float64 become int32 and float32 on the device.
 class Rows(Protocol):
     """A split with random access: rows are asked for by their numbers, by several threads at once.
 
-    It may have `summary`, a line for the start of the log, and `baseline`, scores to show beside
-    those of the model, such as {"largest_class": 0.1}.
+    It may have `summary`, a line for the start of the log; `baseline`, scores to show beside those
+    of the model, such as {"largest_class": 0.1}; and `workers`, how many threads should prepare
+    batches unless --data.workers says it.
     """
 
     def __len__(self) -> int:
@@ -126,7 +127,7 @@ def train_batches(
         rows = split.rows(indices[local_rows(len(indices))])
         return place(rows, len(indices), sharding, workers)
 
-    workers = config.data.workers
+    workers = count_workers(split, config)
     return prefetch(make_batch, range(start, config.total_steps), workers)
 
 
@@ -147,7 +148,7 @@ def eval_batches(split: Split, config: Config, sharding: jax.sharding.Sharding) 
         batch["mask"][places >= count] = 0
         return place(batch, size, sharding, workers)
 
-    workers = config.data.workers
+    workers = count_workers(split, config)
     return prefetch(make_batch, range(0, count, size), workers)
 
 
@@ -155,13 +156,19 @@ def placed(
     parts: Iterator[Batch], config: Config, sharding: jax.sharding.Sharding
 ) -> Generator[dict]:
     """Global batches of these parts. At most one thread prepares them, as they come in turn."""
-    workers = min(config.data.workers, 1)
+    workers = min(config.data.workers or 0, 1)
 
     def take_next(_):
         part = next(parts, None)
         return part and place(part, config.batch_size, sharding, workers)
 
     yield from itertools.takewhile(bool, prefetch(take_next, itertools.count(), workers))
+
+
+def count_workers(split: Split, config: Config) -> int:
+    """Threads that prepare batches."""
+    asked = config.data.workers
+    return getattr(split, "workers", 0) if asked is None else asked
 
 
 def example(split: Split) -> Batch:

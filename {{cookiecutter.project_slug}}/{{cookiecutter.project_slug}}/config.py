@@ -172,5 +172,6 @@ def check(config: Config) -> None:
             first, last = 1, 0
         rule = "two steps A:B with 0 <= A < B"
         require(0 <= first < last, "profile_steps", config.profile_steps, rule)
+    config.data.check()
     config.model.check()
     config.task.check()

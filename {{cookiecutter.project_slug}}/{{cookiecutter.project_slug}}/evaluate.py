@@ -104,7 +104,7 @@ def load_run(
     if data_path is not None:
         settings = dataclasses.replace(config.data, path=data_path)
         config = dataclasses.replace(config, data=settings)
-    dataset = load_data(config, known)
+    dataset = load_data(config, known, data_path is not None)
     device_mesh = mesh.create_mesh(config.mesh, config.batch_size, 1)
     _, abstract = plan_train_state(config, dataset, device_mesh)
     with contextlib.closing(Checkpoints(path)) as checkpoints:
@@ -117,14 +117,14 @@ def load_run(
     return config, dataset, device_mesh, state
 
 
-def load_data(config: Config, known: dict) -> data.Data:
+def load_data(config: Config, known: dict, may_be_other: bool) -> data.Data:
     """The data of a run, wherever it is now, or other data for the same outputs.
 
-    `known` is the content of the run's config.json.
+    `known` is the content of the run's config.json. Other data are read by its metadata.
     """
     trained_on = known["data"]
     try:
-        dataset = data.load(config, known.get("metadata"))
+        dataset = data.load(config, known["metadata"]) if may_be_other else data.load(config)
     except SettingError as error:
         raise SettingError(f"{error}. If the data has moved: evaluate --data.path PLACE") from error
     if dataset.fingerprint != trained_on["fingerprint"]:

@@ -14,6 +14,7 @@ from .mesh import batch_sharding, replicated
 from .optimizer import create_schedule
 from .train_state import TrainState, average_decay, update_average
 
+AUGMENTATION = 2**31  # to make a key that no micro-batch has
 Batch = dict[str, jax.Array]
 Metrics = dict[str, tuple[jax.Array, jax.Array]]  # each a (sum, weight)
 
@@ -70,6 +71,7 @@ def compute_gradients(
     if config.precision == "float16":
         scale *= state.loss_scale.factor
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    batch = task.augment(batch, jax.random.fold_in(key, AUGMENTATION), config.data)
 
     def loss_fn(params, model_state, batch, key):
         variables = {"params": params, **model_state}

@@ -26,7 +26,8 @@ def describe(data: Any) -> dict[str, Any]:
 
 def summary(data: Any, total_steps: int, batch_size: int) -> list[str]:
     """What the start of the log says of the data."""
-    lines, known = [], describe(data)["rows"]
+    found, known = getattr(data, "found", ""), describe(data)["rows"]
+    lines = [found] if found else []
     for name, rows in known.items():
         size = "a stream" if rows is None else f"{rows:,} rows"
         lines.append(f"{name:10}  {getattr(getattr(data, name), 'summary', size)}")

@@ -67,15 +67,15 @@ def reserve_stdout() -> None:
             sys.stdout = open(own, "w", encoding=encoding, errors=errors)  # noqa: SIM115
 
 
-def create_bar(total: int, what: str, **options: Any) -> tqdm:
+def create_bar(total: int | None, what: str, **options: Any) -> tqdm:
     """A progress bar, shown on a terminal only. It disappears when it is closed."""
     screen = Screen(sys.stderr)
     hidden = not shows_progress or not screen.isatty()
     return tqdm(total=total, desc=what, leave=False, file=screen, disable=hidden, **options)
 
 
-def track(items: Iterable[Item], total: int, what: str, unit: str) -> Iterator[Item]:
-    """Yield the items, and show how many of `total` are done.
+def track(items: Iterable[Item], total: int | None, what: str, unit: str) -> Iterator[Item]:
+    """Yield the items, and show how many of `total` are done; None: nobody knows how many.
 
     On a terminal this is a progress bar with an estimate, which appears after 2 seconds. Elsewhere
     it is a log line every 30 seconds.
@@ -88,5 +88,8 @@ def track(items: Iterable[Item], total: int, what: str, unit: str) -> Iterator[I
             now = time.monotonic()
             if bar.disable and shows_progress and now > last_line + LINE_INTERVAL:
                 last_line = now
-                left = (now - began) / done * (total - done)
-                log.info("%s: %d of %d %s, %.0f s left", what, done, total, unit, left)
+                if total is None:
+                    log.info("%s: %d %s so far", what, done, unit)
+                else:
+                    left = (now - began) / done * (total - done)
+                    log.info("%s: %d of %d %s, %.0f s left", what, done, total, unit, left)

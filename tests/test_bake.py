@@ -42,7 +42,7 @@ FILES = {
     *(f"my_flax_project/{name}.py" for name in PACKAGE_FILES.split()),
     *(f"my_flax_project/{name}" for name in OF_IMAGES),
     *("tests/conftest.py", "tests/smoke.py", "tests/test_batches.py", "tests/test_imports.py"),
-    *("tests/test_run.py", "tests/test_task.py", "tests/test_train_step.py"),
+    *("tests/test_data.py", "tests/test_run.py", "tests/test_task.py", "tests/test_train_step.py"),
 }  # of the first choice of each question
 NO_HOOKS = ("--no-input", "--accept-hooks", "no")
 
@@ -153,7 +153,7 @@ def test_ruff_finds_nothing(tmp_path, accelerator):
 
 
 # What may differ between two projects that differ in one answer.
-TASK = {"README.md", "tests/test_task.py"}
+TASK = {"README.md", "tests/test_data.py", "tests/test_task.py"}
 TASK |= {f"my_flax_project/{name}.py" for name in ("data", "model", "sources/__init__", "task")}
 TASK |= {f"my_flax_project/{name}" for name in OF_IMAGES | OF_TEXT}
 DIFFERING = {
@@ -222,12 +222,14 @@ def test_only_include_stubs_have_jinja_in_python():
             stubs += 1
         else:
             assert not re.search(r"\{[{%#]", text), path
-    assert stubs == 6  # data, model, sources, task, functional, test_task
+    assert stubs == 7  # data, model, sources, task, functional, test_data, test_task
 
 
 def test_every_variant_is_used():
     wanted = {
-        f"{name}_{task}.py" for name in ("data", "sources", "task", "test_task") for task in TASKS
+        f"{name}_{task}.py"
+        for name in ("data", "sources", "task", "test_data", "test_task")
+        for task in TASKS
     }
     wanted |= {f"model_{task}_{flax_api}.py" for task, flax_api in COMBINATIONS}
     wanted |= {f"functional_{flax_api}.py" for flax_api in APIS}

@@ -216,6 +216,36 @@ def fail_before(get, step):
     before_step(get, step, act)
 
 
+def test_an_evaluation_that_failed_at_the_last_step_is_saved_when_it_was_made_again(
+    server, tmp_path
+):
+    """The last step was saved without it. A longer run would otherwise count it a second time."""
+    changes = {"total_steps": 8, "eval_every": 4, "checkpoint_every": 0}
+    words = flags(server, IMAGES, workdir=tmp_path, **changes)
+    server.start(train_with, {evaluate_alike_and_fail_at: 2}, *words).ends_with(1)
+    assert progress_of(tmp_path, 8)["evaluated_step"] == 4
+    server.start(train_with, {evaluate_alike_and_fail_at: None}, *words).ends_with(0)
+    progress = progress_of(tmp_path, 8)
+    assert (progress["evaluated_step"], progress["evaluations_since_best"]) == (8, 1)
+
+
+def evaluate_alike_and_fail_at(get, number):
+    """Every evaluation is as good as the first, so none of the others is a new best."""
+    evaluations, evaluate = iter(range(1, 100)), get("train").evaluate
+
+    def failing(*arguments):
+        if next(evaluations) == number:
+            raise RuntimeError("in the evaluation")
+        return evaluate(*arguments) | {"accuracy": 0.5}
+
+    get("train").evaluate = failing
+
+
+def progress_of(workdir, step):
+    file = next((workdir / "checkpoints" / str(step) / "progress").glob("metadata"))
+    return json.loads(file.read_text())
+
+
 def test_what_the_step_has_taken_is_not_saved_and_that_is_said(server, tmp_path):
     words = flags(server, IMAGES, workdir=tmp_path, checkpoint_every=0, eval_every=0)
     text = server.start(train_with, {fail_in_step: 6}, *words).ends_with(1)

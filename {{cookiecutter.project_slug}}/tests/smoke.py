@@ -131,15 +131,26 @@ def run_child(scratch: Path, name: str, settings: dict, devices: int) -> None:
 
 
 class FewRows:
-    """The first rows of a split, so that a few steps see all of them."""
+    """The first rows of a split, so that a few steps see all of them. A stream is read for them."""
 
     def __init__(self, split, count):
         self.split, self.count = split, count
+        self.read = {}
+        if hasattr(split, "batches"):
+            import numpy as np
+
+            parts = []
+            stream = split.batches(0)
+            while sum(len(part["mask"]) for part in parts) < count:
+                parts.append(next(stream))
+            self.read = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def __len__(self):
         return self.count
 
     def rows(self, indices):
+        if self.read:
+            return {name: x[indices] for name, x in self.read.items()}
         return self.split.rows(indices)
 
 

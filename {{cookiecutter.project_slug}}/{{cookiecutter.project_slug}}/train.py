@@ -143,7 +143,7 @@ def train(
 
                 status, reason = how_it_ends(config, progress, step, stopping)
                 is_due = status or is_multiple(step, config.checkpoint_every)
-                if is_best or (is_due and step > checkpoints.saved_step):
+                if is_best or (is_due and checkpoints.has_less(step, progress)):
                     with recorder.paused(), watchdog.waiting_for("saving"):
                         # While updates are being skipped, regular saves pause: only the latest two
                         # checkpoints are kept, and new ones would push out the last good ones.

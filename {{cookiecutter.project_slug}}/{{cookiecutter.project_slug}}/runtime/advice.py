@@ -52,9 +52,10 @@ def of_length(config: Config, start: int, rows: int | None) -> list[str]:
             f"{counted(rows // config.batch_size, 'batch', 'batches')} of an epoch, so some rows "
             f"are in several of them"
         )
-    if config.overfit_batches and getattr(config.model, "dropout_rate", 0):
+    dropout_rate = getattr(config.model, "dropout_rate", 0)  # of the networks that have one
+    if config.overfit_batches and dropout_rate:
         lines.append(
-            f"--model.dropout-rate {config.model.dropout_rate} keeps the loss of "
+            f"--model.dropout-rate {dropout_rate} keeps the loss of "
             f"--overfit-batches from falling to 0: set it to 0"
         )
     return lines

@@ -48,8 +48,8 @@ class Checkpoints:
         self.directory = workdir / "checkpoints"
         self.replaced = workdir / "replaced"
         self.best_step: int | None = None
-        self.saved_step = 0
-        """The step that was saved last, or that the run was restored from."""
+        self.saved = (0, 0)
+        """The step that was saved last, or restored, and the last one evaluated before that."""
         self.has_failed = self.is_replacing = False
         self.manager = ocp.CheckpointManager(
             self.directory,
@@ -76,7 +76,7 @@ class Checkpoints:
             # that this process did so: it must clean up, and a concurrent reader must not.
             self._move(step, self.replaced)
             self.is_replacing = True
-        self.best_step, self.saved_step = progress.best_step, step
+        self.best_step, self.saved = progress.best_step, (step, progress.evaluated_step)
         items = _items(state)
         metadata = dataclasses.asdict(progress) | {
             "layout": {name: layout(item) for name, item in items.items()},
@@ -86,6 +86,10 @@ class Checkpoints:
         args["progress"] = ocp.args.JsonSave(metadata | {"check": checksum(metadata)})
         with self._saving():
             self.manager.save(step, args=ocp.args.Composite(**args), force=True)
+
+    def has_less(self, step: int, progress: Progress) -> bool:
+        """Whether what was saved last lacks this step, or the evaluation of it."""
+        return self.saved != (step, progress.evaluated_step)
 
     def rescue(self, step: int, state: Any, progress: Progress) -> None:
         """Save the state after an exception, if that is still possible, and log what was done.
@@ -221,7 +225,8 @@ class Checkpoints:
             self._move(step, self.directory.parent / "damaged")
         require_same({"the restored checkpoint": int(found[0].step) if found else None})
         if found:
-            self.best_step, self.saved_step = found[1].best_step, int(found[0].step)
+            self.best_step = found[1].best_step
+            self.saved = (int(found[0].step), found[1].evaluated_step)
         return found
 
     def restore(self, step: int, state: Any) -> tuple[Any, Progress]:

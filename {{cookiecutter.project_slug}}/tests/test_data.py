@@ -1,0 +1,1 @@
+{% include 'test_data_' ~ cookiecutter.task ~ '.py' %}

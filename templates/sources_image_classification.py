@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..runtime.settings import SettingError, setting
-from . import folders, tables
+from . import folders, parquet, tables
 from .arrays import Joined
 from .arrays import read as read_arrays
 from .checks import number_classes, renumber, with_channels
@@ -23,14 +23,18 @@ FORMS = {
     "folders": "a directory with a folder of pictures for each class",
     "table": "a .csv or .jsonl file with columns for path and label, or a directory with a "
     "metadata.csv or metadata.jsonl",
+    "parquet": "a .parquet file, or a directory of them",
 }
+FINDERS = {"folders": folders.find, "parquet": parquet.find, "table": tables.find}
 
 
 @dataclass(frozen=True)
 class DataConfig:
     path: str | None = setting(None, resume="allowed")
     """Your own images: arrays, folders or a table, see README.md (default: the built-in digits)."""
-    format: Literal["auto", "arrays", "folders", "table"] = setting("auto", resume="allowed")
+    format: Literal["auto", "arrays", "folders", "parquet", "table"] = setting(
+        "auto", resume="allowed"
+    )
     """What is at --data.path (auto: what is found there)."""
     image_size: int | None = setting(None, least=1)
     """Height and width of pictures (default: their own if all are alike, else 64)."""
@@ -76,8 +80,7 @@ def read(settings: DataConfig, known: dict[str, Any] | None = None) -> Found:
         form = recognise(place) if settings.format == "auto" else settings.format
         if form == "arrays":
             return from_arrays(Path(place), known)
-        listing = folders.find(place) if form == "folders" else tables.find(place)
-        return from_pictures(form, listing, settings, known)
+        return from_pictures(form, FINDERS[form](place), settings, known)
     except OSError as error:
         way_out = "let the user who trains read it (chmod, or another owner)"
         if isinstance(error, FileNotFoundError):
@@ -89,6 +92,8 @@ def read(settings: DataConfig, known: dict[str, Any] | None = None) -> Found:
 def recognise(place: str) -> str:
     """The form of what is at a place. Raises SettingError if it is none, or more than one."""
     if not os.path.isdir(place):
+        if place.endswith(".parquet"):
+            return "parquet"
         return "table" if tables.is_table(place) else "arrays"
     if tables.described(place):
         return "table"
@@ -96,9 +101,12 @@ def recognise(place: str) -> str:
     inner = folders.folders_in(place)
     found = {
         "arrays": any(name.endswith(".npy") for name in names),
+        "parquet": any(name.endswith(".parquet") for name in names),
         "table": any(map(tables.is_table, names)),
         "folders": bool(inner),
     }
+    if inner == ["data"] and any(Path(place, "data").glob("*.parquet")):
+        return "parquet"
     if found["table"] and len(inner) == 1:
         found["folders"] = False  # the folder with the pictures that the table names
     forms = [form for form in found if found[form]]

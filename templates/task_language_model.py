@@ -52,19 +52,22 @@ def loss_and_metrics(
         log_z = jax.nn.logsumexp(logits, axis=-1)
         loss = plain + config.z_loss * jnp.square(log_z)
     rows = jnp.any(mask > 0, axis=1)
+    is_byte = batch["tokens"].dtype == jnp.uint8  # tokens of another program are wider
     return {
         "loss": (jnp.sum(loss * mask), jnp.sum(mask)),
         "cross_entropy": (jnp.sum(plain * mask), jnp.sum(mask)),
         "num_examples": (jnp.sum(rows, dtype=jnp.float32), jnp.float32(1)),
+        "num_bytes": (jnp.sum(mask) * is_byte, jnp.float32(0)),
     }
 
 
 def report(totals: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Turn the (sum, weight) of a whole evaluation or log interval into the numbers to show."""
     means = {name: total / weight for name, (total, weight) in totals.items() if weight}
-    if "cross_entropy" in means:  # nats per token, and a token is a byte
-        nats = means["cross_entropy"]
-        means["perplexity"] = math.exp(min(nats, 700))
-        means["bits_per_byte"] = nats / math.log(2)
+    if "cross_entropy" in means:  # in nats
+        means["perplexity"] = math.exp(min(means["cross_entropy"], 700))
+        num_bytes = totals["num_bytes"][0]
+        if num_bytes:
+            means["bits_per_byte"] = totals["cross_entropy"][0] / num_bytes / math.log(2)
     counts = {"num_tokens": totals["loss"][1], "num_examples": totals["num_examples"][0]}
     return means | {name: int(count) for name, count in counts.items()}

@@ -1,5 +1,7 @@
 """Your text: windows lose no byte, texts are held out by bytes. Delete with data.py."""
 
+import gzip
+import json
 import os
 import re
 import subprocess
@@ -26,8 +28,8 @@ def load(module):
     """Load the text at a path, with windows of 16 bytes."""
     config, data = module("config"), module("data")
 
-    def load(path):
-        settings = config.DataConfig(path=str(path))
+    def load(path, **settings):
+        settings = config.DataConfig(path=str(path), **settings)
         return data.load(config.Config(data=settings, model=module("model").TINY))
 
     return load
@@ -180,3 +182,84 @@ def test_what_cannot_be_read_is_not_left_out(load, module, monkeypatch, tmp_path
     words = r"inner cannot be read \(Permission denied\)"
     with pytest.raises(module("config").SettingError, match=words):
         load(tmp_path)
+
+
+def test_records_are_the_same_as_files(load, module, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    texts = [text + "é\r\n".encode() for text in draw(range(10, 1000, 9))] + draw([50]) * 3
+    lines = b"".join(json.dumps({"id": 1, "text": x.decode()}).encode() + b"\n" for x in texts)
+    (tmp_path / "all.jsonl").write_bytes(b"\xef\xbb\xbf" + lines + b"\n")
+    (tmp_path / "all.jsonl.gz").write_bytes(gzip.compress(lines))
+    wanted = load(write(tmp_path / "files", texts))
+    for name in ("all.jsonl", "all.jsonl.gz", "all.jsonl"):
+        data = load(tmp_path / name)
+        assert data.fingerprint == wanted.fingerprint and contents(data) == contents(wanted)
+        rows = np.arange(len(wanted.train))
+        jax.tree.map(np.testing.assert_array_equal, data.train.rows(rows), wanted.train.rows(rows))
+    assert "jsonl, field 'text': 113 texts" in data.found
+    # Converted once, each; what is not whole is converted again.
+    cached = sorted((tmp_path / "runs" / "cache").iterdir())
+    assert len(cached) == 2 and not [x for x in cached if x.name.startswith(".")]
+    monkeypatch.setattr(module("sources.records"), "write", None)
+    load(tmp_path / "all.jsonl")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for place in cached:
+        (place / "text.bin").write_bytes(b"damaged")
+    assert load(tmp_path / "all.jsonl").fingerprint == wanted.fingerprint
+    with (tmp_path / "all.jsonl").open("ab") as file:
+        file.write(json.dumps({"text": "more"}).encode())
+    assert load(tmp_path / "all.jsonl").fingerprint != wanted.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"text": "a"}\n{"text": \n', ["line 2 is no JSON", '\'{"text": ']),
+        (b'{"text": "a"}\n[1]\n', ["line 2", "must be a JSON object"]),
+        (b'{"body": "a", "id": 1}\n', ["line 1 has no 'text' but 'body', 'id'", "--data.field"]),
+        (b'{"text": 3}\n', ["line 1", "text is int, must be text"]),
+        (b'{"text": "a\\u0000"}\n', ["line 1", "character 0"]),
+        (b'{"text": ""}\n', ["no record in 1 files"]),
+        (b'{"text": "\xff"}\n', ["not UTF-8"]),
+    ],
+)
+def test_records_that_are_no_texts_are_named(load, module, monkeypatch, tmp_path, content, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(module("config").SettingError) as error:
+        load(tmp_path / "bad.jsonl")
+    assert all(word in str(error.value) for word in words), error.value
+    assert not list((tmp_path / "runs" / "cache").iterdir())
+
+
+def test_tokens_of_another_program_are_read(load, module, tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50_000, 4000)
+    (tmp_path / "both").mkdir()
+    tokens[:3000].astype("<u2").tofile(tmp_path / "both" / "train.bin")
+    tokens[3000:].astype("<u2").tofile(tmp_path / "both" / "val.bin")
+    np.save(tmp_path / "all.npy", tokens)
+    data = load(tmp_path / "both", vocab_size=50_000)
+    sizes = [len(split.tokens) for split in (data.train, data.validation, data.test)]
+    assert sizes == [3000, 500, 500] and data.num_outputs == 50_000
+    batch = data.train.rows(np.array([0, 7]))
+    assert batch["tokens"].dtype == np.uint16 and batch["mask"].all()
+    np.testing.assert_array_equal(batch["tokens"][1], tokens[7 * 16 : 8 * 16 + 1])
+    one = load(tmp_path / "all.npy", vocab_size=70_000)
+    assert one.train.rows(np.array([1]))["tokens"].dtype == np.int32
+    assert [len(x.tokens) for x in (one.train, one.validation, one.test)] == [3600, 200, 200]
+    error = module("config").SettingError
+    with pytest.raises(error, match=r"token 4\d\d\d\d at place \d+: must be below .* 40000"):
+        load(tmp_path / "both", vocab_size=40_000)
+    with pytest.raises(error, match=r"give --data\.vocab-size"):
+        load(tmp_path / "both")
+    with pytest.raises(error, match=r"has no train\.bin"):
+        load(tmp_path, vocab_size=9, format="tokens")
+    np.save(tmp_path / "wrong.npy", tokens / 2)
+    with pytest.raises(error, match="dtype float64"):
+        load(tmp_path / "wrong.npy", vocab_size=50_000)
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("text")
+    (tmp_path / "mixed" / "b.jsonl").write_text("text")
+    with pytest.raises(error, match="several forms, jsonl, text"):
+        load(tmp_path / "mixed")

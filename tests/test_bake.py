@@ -22,9 +22,9 @@ from markdown_it import MarkdownIt
 PACKAGE_FILES = """
     __init__ batches config data evaluate mesh model optimizer sources/__init__ task train
     train_state train_step
-    runtime/__init__ runtime/accelerators runtime/advice runtime/checkpoint runtime/command_line
-    runtime/devices runtime/digests runtime/events runtime/failures runtime/functional
-    runtime/init_from runtime/logs runtime/manifest runtime/network runtime/order
+    runtime/__init__ runtime/accelerators runtime/advice runtime/cache runtime/checkpoint
+    runtime/command_line runtime/devices runtime/digests runtime/events runtime/failures
+    runtime/functional runtime/init_from runtime/logs runtime/manifest runtime/network runtime/order
     runtime/owner runtime/pace runtime/processes runtime/progress runtime/recorder
     runtime/settings runtime/splits runtime/startup runtime/stop runtime/streams
     runtime/terminal runtime/watchdog runtime/workdir
@@ -32,9 +32,9 @@ PACKAGE_FILES = """
 """
 OF_IMAGES = {
     *("digits.npz", "sources/arrays.py", "sources/checks.py", "sources/folders.py"),
-    *("sources/listing.py", "sources/pictures.py", "sources/tables.py"),
+    *("sources/listing.py", "sources/parquet.py", "sources/pictures.py", "sources/tables.py"),
 }
-OF_TEXT = {"sources/texts.py"}
+OF_TEXT = {"sources/records.py", "sources/texts.py", "sources/tokens.py"}
 FILES = {
     *(".gitattributes", ".github/workflows/ci.yml", ".gitignore", "Makefile", "README.md"),
     *("launch.sh", "launch/Dockerfile", "launch/jobset.yaml", "launch/slurm.sbatch"),

@@ -9,6 +9,7 @@ import os
 import shutil
 
 import numpy as np
+import pyarrow
 import pytest
 from children import (
     IMAGES,
@@ -23,6 +24,7 @@ from children import (
     train_with,
 )
 from PIL import Image
+from pyarrow import parquet
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +166,47 @@ def test_splits_that_the_data_bring_are_kept(load, tmp_path):
     # A class that is not trained on is named.
     shutil.rmtree(tmp_path / "folders" / "train" / "1")
     assert "no row of class 1 is trained on" in load(tmp_path / "folders")["warnings"]
+
+
+def write_parquet(path, images, labels, names):
+    """A file as Hugging Face's data sets write it."""
+    rows = [{"bytes": png(image), "path": f"{i}.png"} for i, image in enumerate(images)]
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    table = pyarrow.table({"image": rows, "label": pyarrow.array(labels, pyarrow.int64())})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table.replace_schema_metadata(metadata), path, row_group_size=7)
+
+
+def png(image):
+    content = io.BytesIO()
+    Image.fromarray(image).save(content, "PNG")
+    return content.getvalue()
+
+
+def test_parquet_is_read_as_folders_are(load, tmp_path):
+    images, labels = draw()
+    names = ["zebra", "cat", "dog"]
+    wanted = load(write_folders(tmp_path / "folders", names=names))
+    numbers = np.array([2, 0, 1])[labels]  # folders are in the order of their names
+    order = np.argsort(numbers, kind="stable")
+    write_parquet(tmp_path / "hub" / "data" / "train.parquet", images[order], labels[order], names)
+    answer = load(tmp_path / "hub")
+    assert answer["classes"] == wanted["classes"] == ["cat", "dog", "zebra"]
+    assert answer["digest"] == wanted["digest"]
+    assert answer["rule"].startswith("Sorted by class and by a digest of the pixels")
+    # Splits are in the names of the files; a second start reads what the first converted.
+    held = np.arange(ROWS) % 5 == 0
+    for name, rows in (("train-00000-of-00001", ~held), ("test-00000-of-00001", held)):
+        path = tmp_path / "split" / f"{name}.parquet"
+        write_parquet(path, images[rows], labels[rows], names)
+    first, again = load(tmp_path / "split"), load(tmp_path / "split")
+    assert first == again and first["rule"].startswith("The data bring no validation")
+    assert first["labels"][2] == numbers[held].tolist()
+    (tmp_path / "junk.parquet").write_bytes(b"junk")
+    parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "other.parquet")
+    assert "no whole Parquet file" in load(tmp_path / "junk.parquet")["error"]
+    assert "has the columns 'a'" in load(tmp_path / "other.parquet")["error"]
 
 
 def hostile_pictures(folder):

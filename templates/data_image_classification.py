@@ -149,9 +149,9 @@ def split_rows(found: Found) -> Data:
     """
     images, labels, warnings = found.images, found.labels, list(found.notes)
     if isinstance(images, Pictures):
-        keys, units_are = images.keys(), EQUAL_NAMES
+        keys, units_are, values = images.keys(), EQUAL_NAMES, "values from 0 to 255"
     else:
-        keys, doubts_of_images = checks.examine(images)
+        keys, values, doubts_of_images = checks.examine(images)
         warnings, units_are = warnings + doubts_of_images, EQUAL_IMAGES
     units = keys
     if found.groups is not None:
@@ -172,7 +172,7 @@ def split_rows(found: Found) -> Data:
         test,
         num_outputs=len(found.classes),
         fingerprint=fingerprint.hexdigest(),
-        found=describe(found),
+        found=f"{describe(found)}, {values}",
         split_rule=rule.format(seed=checks.SEED.decode(), **units_are),
         metadata={"classes": list(found.classes), "image_shape": list(images.shape[1:])},
         warnings=(*warnings, *doubts(splits, keys, labels)),
@@ -252,7 +252,7 @@ def doubts(splits: list[Split], keys: np.ndarray, labels: np.ndarray) -> list[st
     """What to know about the splits before their scores are trusted, one line each."""
     found = []
     train, validation, test = splits
-    missing = np.setdiff1d(labels, train.labels)
+    missing = np.flatnonzero(train.counts == 0)
     if len(missing):
         found.append(f"no row of {of_classes(missing, train.classes)} is trained on")
     bounds = ((validation, "validation", 0.03, 0.2), (test, "the test", 0.1, 0.35))

@@ -126,6 +126,7 @@ def test_the_same_pictures_in_every_form_are_the_same_rows(load, tmp_path):
     assert answers[0]["found"].startswith("arrays in memory: 60 images 8 x 8 x 1 uint8, 3 classes")
     assert answers[-1]["found"].startswith("folders, decoded into memory: 60 images 8 x 8 x 1")
     assert answers[-2]["found"].startswith("table, decoded into memory")
+    assert answers[0]["found"].endswith("3 classes (0, 1, 2), values from 0 to 255")
 
 
 def test_splits_that_the_data_bring_are_kept(load, tmp_path):

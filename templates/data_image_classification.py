@@ -148,6 +148,8 @@ def split_rows(found: Found) -> Data:
     The rows of one group, or else of equal images, form a unit, which is in one split as a whole.
     """
     images, labels, warnings = found.images, found.labels, list(found.notes)
+    if len(images) < 10 and (found.parts == NOT_GIVEN).all():
+        raise SettingError(f"{len(images)} rows: three splits need at least 10")
     if isinstance(images, Pictures):
         keys, units_are, values = images.keys(), EQUAL_NAMES, "values from 0 to 255"
     else:
@@ -200,8 +202,6 @@ def fill_splits(
         raise SettingError("has no rows to train on: there must be some beside those held out")
     filled = parts.copy()
     if missing:
-        if len(divided) < 10:
-            raise SettingError(f"{len(divided)} rows: three splits need at least 10")
         filled[divided] = divide(units[divided], labels[divided], classes, missing)
     return filled, RULES[tuple(missing)]
 

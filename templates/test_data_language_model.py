@@ -216,12 +216,17 @@ def test_records_are_the_same_as_files(load, module, monkeypatch, tmp_path):
     ("content", "words"),
     [
         (b'{"text": "a"}\n{"text": \n', ["line 2 is no JSON", '\'{"text": ']),
-        (b'{"text": "a"}\n[1]\n', ["line 2", "must be a JSON object"]),
+        (b'{"text": "a"}\n[1]\n', ["line 2", "must be one object"]),
         (b'{"body": "a", "id": 1}\n', ["line 1 has no 'text' but 'body', 'id'", "--data.field"]),
         (b'{"text": 3}\n', ["line 1", "text is int, must be text"]),
         (b'{"text": "a\\u0000"}\n', ["line 1", "character 0"]),
         (b'{"text": ""}\n', ["no record in 1 files"]),
-        (b'{"text": "\xff"}\n', ["not UTF-8"]),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', ["line 2", "not UTF-8"]),
+        (b'{"text": "a\\ud800"}\n', ["line 1 has half a character", "ud800"]),
+        (b"[" * 100_000, ["line 1 is no JSON", "jq -c ."]),
+        (b'[{"text": "a"}]', ["line 1", "jq -c '.[]'"]),
+        ('{"text": "a"}\n'.encode("utf-16"), ["UTF-16", "iconv"]),
+        ('{"text": "a"}\n'.encode("utf-16le"), ["line 1 is no JSON"]),
     ],
 )
 def test_records_that_are_no_texts_are_named(load, module, monkeypatch, tmp_path, content, words):
@@ -231,6 +236,11 @@ def test_records_that_are_no_texts_are_named(load, module, monkeypatch, tmp_path
         load(tmp_path / "bad.jsonl")
     assert all(word in str(error.value) for word in words), error.value
     assert not list((tmp_path / "runs" / "cache").iterdir())
+    whole = gzip.compress(b'{"text": "words"}\n' * 900)
+    for name, content in (("cut", whole[:-20]), ("no", b'{"text": "words"}\n')):
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(content)
+        with pytest.raises(module("config").SettingError, match="no whole gzip file"):
+            load(tmp_path / f"{name}.jsonl.gz")
 
 
 def test_tokens_of_another_program_are_read(load, module, tmp_path):

@@ -146,7 +146,11 @@ def text_cases(folder):
     os.mkfifo(folder / "pipe")
     for name in ("absent", "nothing in it", "*.none", "pipe"):
         cases[name] = (folder / name, ["--data.path", "text file", "glob"])
-    cases["binary in it"] = (folder / "binary in it", ["b.bin", "not text", "glob"])
+    cases["binary in it"] = (folder / "binary in it", ["b.bin", "several forms", "glob"])
+    (folder / "zeros in it").mkdir()
+    (folder / "zeros in it" / "a.txt").write_bytes(b"words " * 900)
+    (folder / "zeros in it" / "b.dat").write_bytes(b"\0" * 900)
+    cases["zeros in it"] = (folder / "zeros in it", ["b.dat", "not text", "glob"])
     return cases
 
 
